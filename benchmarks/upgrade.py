@@ -39,7 +39,10 @@ from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_local import local_deployment, write_deployment
 from rescheduler.openai.openai_stream import read_events
 
-COUNTED = ("streams", "cut", "changed", "answers_5xx", "answers_4xx", "refused", "moves")
+COUNTED = (
+    *("streams", "cut", "changed", "answers_5xx", "answers_4xx", "refused", "moves"),
+    "failed_upgrades",
+)
 """What is counted: reported also where it is zero, since that is what most of it should be."""
 KINDS = ("plain", "seeded", "tools", "n_2", "grammar")
 _TEXTS = (

@@ -1,6 +1,7 @@
 """A server that says how many requests it has, as an engine's metrics do, and obeys a file."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rescheduler.engines.draining import Drain
@@ -47,10 +48,11 @@ def draining_server(
     idle_seconds: float = 0.3,
     kept_seconds: float = 1.0,
     word: str = "old",
+    tell: Sequence[str] = (),
 ) -> ServerProcess:
     """Return such a server, which is drained before it ends; its file is ``NAME.left``."""
     url, left = f"http://127.0.0.1:{port}", folder / f"{name}.left"
     file = str(folder / f"{name}.draining")
-    drain = Drain(seconds, idle_seconds, kept_seconds, url, file, [])
+    drain = Drain(seconds, idle_seconds, kept_seconds, url, file, [*tell])
     command = EngineCommand([sys.executable, "-c", BUSY, str(port), str(left), word], {})
     return ServerProcess(name, command, url, folder / f"{name}.log", drain=drain)

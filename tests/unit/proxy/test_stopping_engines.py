@@ -1,8 +1,11 @@
 """Engines that say that they are being stopped: nothing new goes there, and what runs moves."""
 
 import asyncio
+from pathlib import Path
 
+from chosen_ports import free_port
 from coordinated_cluster import Make
+from draining_server import busy, draining_server
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
@@ -69,6 +72,27 @@ async def test_a_prefill_engine_that_is_being_stopped_gets_no_prompts(tokenizer:
         await until(lambda: drains(it, "prefill-0"))
         await it.answered(3)
         assert len(engine.bodies) == 1, "a decode engine computes the prompt"
+
+
+async def test_a_proxy_is_told_of_an_engine_that_cannot_say_it(
+    tokenizer: Tokenizer, headway_command: list[str], tmp_path: Path
+) -> None:
+    async with cluster(tokenizer) as it:
+        assert it.listeners.admin is not None
+        tell = [*headway_command, "drain", "decode-0", "--url", it.listeners.admin.url]
+        busy(tmp_path / "decode-0.left", 2)
+        server = draining_server(tmp_path, free_port(), tell=tell)
+        server.start()
+        try:
+            await until(server.is_healthy)
+            server.begin_to_end()
+            await until(lambda: drains(it, "decode-0"))
+            assert server.is_running
+            busy(tmp_path / "decode-0.left", 0)
+            await until(lambda: not server.is_running)
+            assert not drains(it, "decode-0"), "it would drain for ever, once it is back"
+        finally:
+            await asyncio.to_thread(server.kill)
 
 
 async def test_a_new_coordinator_leaves_an_engine_s_own_draining_to_the_engine(
