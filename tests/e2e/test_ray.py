@@ -274,6 +274,10 @@ def walk_through(on_ray: OnRay) -> None:
     assert restarting.returncode == 0 and "decode-0 is in service again" in printed, printed
     on_ray.until("decode-0", restarts=1)
 
+    status, printed = on_ray.run("restart", "--only", "proxy-1")
+    assert status == 0 and "proxy-1 serves again" in printed, printed
+    assert asyncio.run(stream(second)) == expected
+
     coordinator = on_ray.groups()["coordinator"]
     assert asyncio.run(stream(first, killing(actor_of(coordinator)))) == expected
     until_gone(coordinator.pid)
@@ -288,7 +292,7 @@ def walk_through(on_ray: OnRay) -> None:
         return await other
 
     assert asyncio.run(one_of_two()) == expected
-    on_ray.until("proxy-1", restarts=1)
+    on_ray.until("proxy-1", restarts=2)
 
     engine = on_ray.groups()["decode-1"]
 
