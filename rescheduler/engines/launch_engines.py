@@ -214,9 +214,13 @@ class Launched(ServerGroup):
         return error
 
     def _refuse_two(self, name: str) -> None:
+        """Wait until all others serve, for as long as a busy one may take to answer."""
+        deadline = time.monotonic() + _OTHERS_SECONDS
         for other, server in self.servers.items():
-            if other != name and not server.is_healthy():
-                raise LaunchError(f"{other} does not serve, and one engine at a time is restarted")
+            while other != name and not server.is_healthy():
+                if not server.is_running or time.monotonic() > deadline:
+                    raise LaunchError(f"{other} does not serve, and two must not be away at once")
+                time.sleep(_WATCH_SECONDS)
 
     def _renew_engine(self, planned: PlannedServer, say: Callable[[str], None]) -> None:
         name, before = planned.name, ""
@@ -375,6 +379,7 @@ _LONGEST_BREAK = 16
 _LEASE_SECONDS = 30.0
 """For which vLLM keeps what it has prefilled for another engine: longer than Headway's leases."""
 _PROXY_SAYS = "serving on "
+_OTHERS_SECONDS = 60.0
 
 
 def _drain(deployment: Deployment, instance: Instance, logs: Path) -> Drain | None:
