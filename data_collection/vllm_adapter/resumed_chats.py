@@ -146,8 +146,7 @@ class ResumedChats:
 
         answered = (await full(**{**given, "result_generator": only()})).model_dump(mode="json")
         (choice,) = answered["choices"]
-        said = {name: choice[name] for name in ("message", "finish_reason", "stop_reason")}
-        event = {"choices": [], WHOLE_ANSWER: {**said, "usage": answered["usage"]}}
+        event = {"choices": [], WHOLE_ANSWER: {"choice": choice, "usage": answered["usage"]}}
         return f"data: {json.dumps(event)}\n\n"
 
 

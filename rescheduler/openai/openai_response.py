@@ -72,8 +72,8 @@ class ResponseCollector:
         if self._request.tools:
             if self._parsed is None:
                 raise RequestRefusedError(502, "the engine has not parsed its answer")
-            choice["message"] = self._parsed["message"]
-            self._end = {name: self._parsed[name] for name in self._end}
+            choice = self._parsed["choice"]
+            self._end = {name: choice[name] for name in self._end}
         elif chat:
             reasoning = "".join(self._reasoning) or None
             content = None if reasoning and not text else text  # cut while it thought

@@ -51,7 +51,6 @@ class ParsingServer:
             tool_parser_name=tool_parser,
             reasoning_parser_name=reasoning_parser,
             enable_auto_tools=tool_parser is not None,
-            tokenizer=tokenizer,
         )
         chat._include_reasoning_tokens_details = bool(reasoning_parser)
         chat.return_tokens_as_token_ids = False

@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from rescheduler.openai.openai_stream import EventReader, read_signs
 
 BODY: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
-TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+PINNED = {"thinking_token_budget": 100}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5}
 KINDS = {
     "moves, streamed": BODY | {"stream": True},
     "moves, whole": BODY,
-    "pinned, streamed": BODY | TOOLS | {"stream": True},
+    "pinned, streamed": BODY | PINNED | {"stream": True},
     "direct, streamed": BODY | {"n": 2, "stream": True},
 }
 

@@ -99,7 +99,7 @@ def test_a_key_that_cannot_be_read_or_that_no_header_can_hold_is_told(
             engine_key(ProxyOptions())
 
 
-@pytest.mark.parametrize("pinned", [{}, {"tools": [{"type": "function"}]}])
+@pytest.mark.parametrize("pinned", [{}, {"thinking_token_budget": 100}])
 async def test_clients_that_do_not_read_are_disconnected_and_no_engine_is_blamed(
     tokenizer: Tokenizer, pinned: dict[str, Any]
 ) -> None:
