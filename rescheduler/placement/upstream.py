@@ -13,8 +13,6 @@ from typing import Annotated, Any, NoReturn
 
 import aiohttp
 import msgspec
-from aiohttp.client_reqrep import ConnectionKey
-from aiohttp.tracing import Trace
 
 from data_collection.atomic_file import warn_of_open_secret
 from data_collection.text_file import read_text
@@ -32,7 +30,6 @@ __all__ = [
 ]
 
 
-_KEPT_SECONDS = 3.0  # vLLM closes idle connections after 5
 _LARGEST_ANSWER = 8 << 20
 """Bytes of any answer that is read as a whole: of a prefill, a copy, a probe, an error."""
 _LONGEST_RETRY = 3600
@@ -121,24 +118,15 @@ class Upstream:
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        return self._new_session(
-            _Connector(limit=0, keepalive_timeout=_KEPT_SECONDS, socket_factory=_kept_alive)
-        )
-
-    @cached_property
-    def _posting(self) -> aiohttp.ClientSession:
         """Connections of one request each.
 
         An engine that was stopped for a while closes those that it kept as it goes on: the requests
-        that were sent to it meanwhile would be lost.
+        that were sent to it meanwhile would be lost. And one that listens no more may keep others.
         """
-        return self._new_session(
-            aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_kept_alive)
-        )
-
-    def _new_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=connector,
+            connector=aiohttp.TCPConnector(
+                limit=0, force_close=True, socket_factory=_probed_by_kernel
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds),
             headers={"Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not another's
@@ -147,7 +135,6 @@ class Upstream:
     async def close(self) -> None:
         """Close every connection."""
         await self._session.close()
-        await self._posting.close()
 
     async def open(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
@@ -191,7 +178,7 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         url = instance.url.rstrip("/") + path
         headers = {**headers, "Content-Type": "application/json"}
-        return await self._posting.post(url, data=body, headers=headers, allow_redirects=False)
+        return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
     async def prefill(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
@@ -303,7 +290,7 @@ def _as_json(status: int, body: bytes) -> bytes:
     return body
 
 
-def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
+def _probed_by_kernel(address: aiohttp.AddrInfoType) -> socket.socket:
     """Return a socket whose connection breaks when the other machine is gone.
 
     The machine of a process that is slow, or stopped, still answers its kernel's questions.
@@ -319,22 +306,6 @@ def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds without a byte, seconds between two questions, and questions without an answer."""
-
-
-class _Connector(aiohttp.TCPConnector):
-    """Uses no connection again on which an engine has said more than it was asked.
-
-    A whole answer too many, as after one with a wrong ``Content-Length``, would be taken for that
-    to the next request, and the next one's for that after it.
-    """
-
-    async def _get(
-        self, key: ConnectionKey, traces: list[Trace]
-    ) -> aiohttp.connector.Connection | None:
-        kept = self._conns.get(key, ())
-        while kept and kept[0][0].should_close:
-            kept.popleft()[0].close()
-        return await super()._get(key, traces)
 
 
 @contextmanager

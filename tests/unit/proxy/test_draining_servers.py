@@ -132,6 +132,7 @@ def test_a_load_is_what_the_metrics_say(tmp_path: Path) -> None:
 
 LAUNCHER = """
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 from chosen_ports import free_port
@@ -149,7 +150,8 @@ running = Launched(local_deployment("smollm2", EngineOptions()), folder, servers
 with ending_signals_raised(), closing(running):
     running.start(list(running.servers))
     with Requests.heard(folder) as requests:
-        print("all ready", flush=True)
+        said = threading.Timer(0.5, lambda: print("all ready", flush=True))
+        said.start()  # once it watches: a signal before that is one while engines load
         sys.exit(watch(running, requests))
 """
 
