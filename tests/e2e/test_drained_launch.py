@@ -80,7 +80,7 @@ async def test_a_launcher_that_is_stopped_cuts_no_stream(
     ):
         async with aiohttp.ClientSession() as session:
             load = [EmulatedRequest(i, 100, 3_000, 0.0) for i in range(6)]
-            serving = asyncio.create_task(serve_load(url, name, load, 1.0, 7, 1_000))
+            serving = asyncio.create_task(serve_load(url, name, load, 1.0, 7, 3_100))
             staying = [asyncio.create_task(pinned(session, i)) for i in range(4)]
             await asyncio.sleep(2.0)
             stopping.terminate()
