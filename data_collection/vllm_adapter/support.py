@@ -10,11 +10,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 from vllm.v1.outputs import KVConnectorOutput
 
 from data_collection.models import NORM_WITH_LOGITS
-from data_collection.versions import is_supported_vllm, supported_vllm, vllm_version
+from data_collection.versions import is_supported_vllm, supported_vllm, vllm_release, vllm_version
 
 __all__ = [
     "BINDS_CACHE_MANAGER",
     "REPORTS_FAILED_READS",
+    "TELLS_CUT_CALLS",
     "Part",
     "refuse_other_version",
     "refuse_unsupported",
@@ -27,6 +28,9 @@ BINDS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 
 REPORTS_FAILED_READS = "failed_recving" in {one.name for one in fields(KVConnectorOutput)}
 """Whether vLLM hears which requests could not be read, whatever their blocks: since 0.30."""
+
+TELLS_CUT_CALLS = vllm_release() >= (0, 31)
+"""Whether the end of a stream with tool calls tells that it was cut; before it says tool_calls."""
 
 Part = Literal["capture", "batching", "moves"]
 

@@ -23,6 +23,7 @@ from data_collection.vllm_adapter.nixl import RELEASED, TAILS, KeepingScheduler,
 from data_collection.vllm_adapter.sampling_state import restore_request, restores_runner_state
 from data_collection.vllm_adapter.support import (
     BINDS_CACHE_MANAGER,
+    TELLS_CUT_CALLS,
     refuse_other_version,
     refuse_unsupported,
 )
@@ -442,7 +443,7 @@ class MigratingScheduler(KeepingScheduler):
             incarnation=self._incarnation,
             steps=self._step,
             draining=self._draining_file is not None and self._draining_file.exists(),
-            parses_again=self._config.parses_again,
+            parses_again=self._config.parses_again and TELLS_CUT_CALLS,
         )
 
     def _reply(self, asked: Asked, reply: Reply) -> None:

@@ -13,7 +13,10 @@ import pytest
 from parsing_server import ParsingServer, answered, joined, spliced
 from transformers import AutoTokenizer
 
+from data_collection.vllm_adapter.support import TELLS_CUT_CALLS
 from rescheduler.openai.openai_request import RequestRefusedError
+
+pytestmark = pytest.mark.skipif(not TELLS_CUT_CALLS, reason="needs vLLM 0.31")
 
 CITY = {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}}}
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": CITY}}

@@ -48,6 +48,7 @@ from vllm_source import attributes_set_in, fields_of
 
 from data_collection.versions import is_supported_vllm, vllm_release, vllm_version
 from data_collection.vllm_adapter import requests, steps
+from data_collection.vllm_adapter.support import TELLS_CUT_CALLS
 from data_collection.vllm_scheduler import HeadwayScheduler
 from data_collection.vllm_worker import HeadwayWorker
 from rescheduler.transfer.vllm_connector import KeepingWorker, MigratingScheduler, NixlConnector
@@ -377,3 +378,6 @@ def test_a_chat_is_told_and_parsed_as_we_expect() -> None:
     assert '"data: [DONE]\\n\\n"' in source
     create = inspect.signature(OpenAIServingChat.create_chat_completion).parameters
     assert list(create)[:2] == ["self", "request"]
+    told = inspect.getsource(OpenAIServingChat.chat_completion_stream_generator)
+    tells = 'and output.finish_reason == "stop"' in told or SINCE >= (0, 33)
+    assert tells is TELLS_CUT_CALLS
