@@ -108,6 +108,10 @@ class Dispatcher(Generic[R]):
             return available
         return [instance for instance in self._decodes if instance.breaker.closed]
 
+    def usable_for(self, request: R) -> Sequence[InstanceState]:
+        """Return those that a request may go to: they have its model, as far as is known."""
+        return self._usable_for(self._lacking(request.model), self.usable)
+
     @property
     def waiting_for_prefill(self) -> int:
         """Requests that wait for a prefill instance; none of background."""
@@ -216,8 +220,7 @@ class Dispatcher(Generic[R]):
 
     def has_another(self, request: R) -> bool:
         """Return whether an instance is in service that has not failed or turned away a request."""
-        usable = self._usable_for(self._lacking(request.model), self.usable)
-        return any(instance not in request.avoid for instance in usable)
+        return any(instance not in request.avoid for instance in self.usable_for(request))
 
     def has_model_elsewhere(self, request: R) -> bool:
         """Return whether such an instance may have the request's model, as far as is known."""

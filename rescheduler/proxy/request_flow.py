@@ -54,7 +54,8 @@ class RequestFlow:
     ) -> None:
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
         self._bodies, self._outliers, self._watch = bodies, outliers, watch
-        self._prober, self._quarantine = cluster.prober, Quarantine(lambda: self._dispatcher.usable)
+        self._prober = cluster.prober
+        self._quarantine = Quarantine(cluster.dispatcher.usable_for, cluster.decodes)
         self._migrator, self._metrics, self._options = migrator, metrics, cluster.deployment.proxy
         self._relay = TokenRelay(cluster, outliers, migrator, metrics, seen)
         self._random = random.Random()
@@ -119,10 +120,15 @@ class RequestFlow:
 
     async def place(self, request: LiveRequest) -> InstanceState:
         """Wait for a place on a decode instance, or refuse the request in time."""
+        avoid = request.avoid
         if request.engines_lost:
-            await self._quarantine.enter(request, self._options.pool_seconds)
+            seconds = None if request.background else self._options.pool_seconds
+            await self._quarantine.enter(request, seconds)
         with request.trace.span("wait", stage="decode"), self.leases.kept(request):
             instance = await self._dispatcher.place(request)
+        if request.engines_lost:
+            request.avoid = avoid  # if it is turned away, others may have room
+            self._quarantine.placed(request, instance)
         if request.hop == 0:
             self._metrics.placed(request)
         self._check_prefill(request, instance)
@@ -160,18 +166,21 @@ class RequestFlow:
     ) -> None:
         """Note that a request failed on an instance, and whether the engine was lost by that.
 
+        The second one counts only if the request was kept apart from other suspects there.
+
         Raises:
             RequestRefusedError: 422, two engines were lost while they had just begun with it.
         """
         begun = request.generated_here <= TRUSTED_TOKENS
         self._outliers.failed(request, instance, error)
-        self._quarantine.leave(request)
+        apart = self._quarantine.leave(request) is instance
         if error.unsent or isinstance(error, LateError):
             return
         request.breaks += not begun
         if not begun and request.breaks <= MOST_BREAKS:
             return
-        if await self._prober.has_died(instance, request.incarnation):
+        died = await self._prober.has_died(instance, request.incarnation)
+        if died and (apart or not begun or not request.engines_lost):
             request.engines_lost.append(instance.name)
         if len(request.engines_lost) >= MOST_LOST:
             names = " and ".join(request.engines_lost)
