@@ -37,8 +37,9 @@ class EngineEvidence:
     """The signs of one engine.
 
     It fails when nothing listens on its port; when nothing is heard of it for ``silent_seconds``,
-    or of its HTTP server, which all answers come through; or when its control socket answers and
-    it has requests, but it makes no step. From then on it has failed until `returned`.
+    or of its HTTP server, which all answers come through, or of all else, though its control socket
+    has answered before; or when that answers and it has requests, but it makes no step. From then
+    on it has failed until `returned`.
 
     Args:
         silent_seconds: without any sign, after which it has failed.
@@ -50,6 +51,7 @@ class EngineEvidence:
         why: it has failed; empty while it has not.
         failed_at: when.
         gone: it has failed since nothing listens on its port; it may still end its streams.
+        hangs: it has failed since it makes no step, though its process lives.
         incarnation: of the engine, as it last said; empty before.
         steps: that it has made, as it last said; -1 before.
     """
@@ -60,26 +62,28 @@ class EngineEvidence:
         self._longest_silence = max(silent_seconds, _GAP * report_seconds)
         self._gap = min(max(_SILENT_SECONDS, _GAP * report_seconds), self._longest_silence)
         self._longest_look = 2 * look_seconds
-        self._heard = self._answered = self._looked = now
+        self._heard = self._answered = self._said = self._looked = now
         self._stalled = 0.0
         self._reported: float | None = None
         self.steps = -1
         self.incarnation = ""
         self.why = ""
-        self.gone = False
+        self.gone = self.hangs = False
         self.failed_at = 0.0
 
     def heard(self, at: float) -> None:
-        """Note that it has said anything at all."""
+        """Note that the engine itself has said anything, behind its HTTP server."""
         self._heard = max(self._heard, at)
+        self._said = max(self._said, at)
 
     def answered(self, at: float) -> None:
         """Note that its HTTP server has said anything."""
-        self.heard(at)
+        self._heard = max(self._heard, at)
         self._answered = max(self._answered, at)
 
     def stepped(self, at: float) -> None:
         """Note a token: it computes."""
+        self.heard(at)
         self.answered(at)
         self._stalled = 0.0
 
@@ -118,19 +122,25 @@ class EngineEvidence:
         if now - self._looked > self._longest_look:
             paused = now - self._looked
             self._heard, self._answered = self._heard + paused, self._answered + paused
+            self._said += paused
         self._looked = now
         if now - self._heard > self._longest_silence:
             return self._fail(now, f"silent for {self._longest_silence:g} s")
         if now - self._answered > self._longest_silence:
             return self._fail(now, f"no HTTP answer within {self._longest_silence:g} s")
         if self._stalled > longest_step:
-            return self._fail(now, f"no step within {longest_step:.0f} s, though it has requests")
+            why = f"no step within {longest_step:.0f} s, though it has requests"
+            return self._fail(now, why, hangs=True)
+        longest = max(self._longest_silence, longest_step)
+        if self._reported is not None and now - self._said > longest:
+            return self._fail(now, f"only its HTTP server answers, for {longest:.0f} s", hangs=True)
         return False
 
     def returned(self, at: float) -> None:
         """Note that it serves again."""
         self.stepped(at)
         self.why = ""
+        self._reported = None  # its control socket may not be back
 
     def answers(self, now: float) -> bool:
         """Return whether its HTTP server has answered lately."""
@@ -143,11 +153,11 @@ class EngineEvidence:
         silent = now - min(self._heard, self._answered) > self._gap
         return EngineHealth.SILENT if silent else EngineHealth.SERVES
 
-    def _fail(self, at: float, why: str, gone: bool = False) -> bool:
+    def _fail(self, at: float, why: str, gone: bool = False, hangs: bool = False) -> bool:
         if self.why:
             return False
         self.why = why
-        self.gone = gone
+        self.gone, self.hangs = gone, hangs
         self.failed_at = at
         self._stalled = 0.0
         return True

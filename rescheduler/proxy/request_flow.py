@@ -174,12 +174,14 @@ class RequestFlow:
         begun = request.generated_here <= TRUSTED_TOKENS
         self._outliers.failed(request, instance, error)
         apart = self._quarantine.leave(request) is instance
-        if error.unsent or isinstance(error, LateError):
+        late, evidence = isinstance(error, LateError), instance.evidence
+        hangs = late and bool(evidence.why) and evidence.hangs
+        if error.unsent or (late and not hangs):
             return
         request.breaks += not begun
         if not begun and request.breaks <= MOST_BREAKS:
             return
-        died = await self._prober.has_died(instance, request.incarnation)
+        died = hangs or await self._prober.has_died(instance, request.incarnation)
         if died and (apart or not begun or not request.engines_lost):
             request.engines_lost.append(instance.name)
         if len(request.engines_lost) >= MOST_LOST:

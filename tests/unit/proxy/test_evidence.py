@@ -222,3 +222,27 @@ def test_time_in_which_a_client_did_not_read_does_not_count() -> None:
     assert not request.is_due(110.0) and request.is_due(116.0)
     assert request.overdue(120.0, 30.0) == ""
     assert request.overdue(131.0, 30.0) == "no token within 30 s"
+
+
+def test_an_engine_of_which_only_the_http_server_answers_fails() -> None:
+    """As where the engine's process is stopped, but not that of its API."""
+    evidence = new()
+    evidence.reported(0.0, "a", 7, True)
+    for now in range(0, 60, 2):
+        evidence.answered(float(now))
+        assert not evidence.look(float(now), LONGEST_STEP)
+    evidence.answered(62.0)
+    assert evidence.look(62.0, LONGEST_STEP)
+    assert evidence.why == "only its HTTP server answers, for 60 s" and evidence.hangs
+    evidence.returned(70.0)
+    for now in range(70, 200, 2):
+        evidence.answered(float(now))
+        assert not evidence.look(float(now), LONGEST_STEP), "it has no control socket any more"
+
+
+def test_tokens_are_signs_of_an_engine_whose_control_socket_is_silent() -> None:
+    evidence = new()
+    evidence.reported(0.0, "a", 7, True)
+    for now in range(0, 600, 2):
+        evidence.stepped(float(now))
+        assert not evidence.look(float(now), LONGEST_STEP)

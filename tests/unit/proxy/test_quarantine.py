@@ -75,3 +75,37 @@ async def test_a_suspect_that_is_turned_away_is_tried_elsewhere(tokenizer: Token
         for name in ("decode-1", "decode-2"):
             it.proxy.cluster.instances[name].drained = False
         assert (await asking)[0] == 200
+
+
+async def test_a_request_that_hangs_engines_is_refused_after_two(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, decodes=4, control_seconds=1.0, token_seconds=0.5) as it:
+        hung: list[str] = []
+
+        async def hang() -> None:
+            while True:
+                for engine in it.decodes:
+                    contexts = [running.context for running in engine.running.values()]
+                    if any("KILLS" in tokenizer.decode(context) for context in contexts):
+                        engine.hangs = True
+                        hung.append(engine.name)
+                await asyncio.sleep(0.001)
+
+        hanging = asyncio.create_task(hang())
+        status, answer = await asked(it, prompt=f"{PROMPT} KILLS")
+        hanging.cancel()
+        for engine in it.decodes:
+            engine.hangs = False
+        assert status in (200, 422) and b'"code":422' in answer
+        assert len(set(hung)) == 2
+
+
+async def test_an_engine_that_is_stopped_behind_its_http_server_fails(tokenizer: Tokenizer) -> None:
+    seconds = {"control_seconds": 0.3, "silent_seconds": 1.0, "token_seconds": 0.5}
+    async with cluster(tokenizer, decodes=2, **seconds) as it:
+        stopped, instance = it.decodes[0], it.proxy.cluster.instances["decode-0"]
+        await until(lambda: instance.evidence.steps >= 0)
+        stopped.deaf = True
+        await until(lambda: not instance.breaker.closed)
+        assert "only its HTTP server answers" in instance.evidence.why
+        stopped.deaf = False
+        await until(lambda: instance.breaker.closed)
