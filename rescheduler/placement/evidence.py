@@ -191,6 +191,11 @@ class RequestEvidence:
         """When its last token came, or it was sent."""
         return self._last
 
+    @property
+    def asked(self) -> float:
+        """When its engine was last asked for it, or its last token came."""
+        return self._asked
+
     def progressed(self, now: float, patience: float) -> None:
         """Note a token; the next one is expected within another time."""
         self._last = self._asked = now

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from math import inf
 
 from rescheduler.placement.evidence import (
     LONGEST_WAIT,
@@ -105,7 +106,7 @@ class StreamWatch:
         self._control_seconds, self._background = control_seconds, background
         self._waits: set[Wait] = set()
         self._asking: set[InstanceState] = set()
-        self._counted: dict[InstanceState, float] = {}
+        self._counted: dict[InstanceState, tuple[float, float]] = {}  # tokens, and when they grew
         self._looked = asyncio.get_running_loop().time()
 
     @asynccontextmanager
@@ -177,16 +178,18 @@ class StreamWatch:
     async def _ask(self, instance: InstanceState, waits: list[Wait]) -> None:
         try:
             statuses, steps = await self._statuses(instance, waits)
-            now = asyncio.get_running_loop().time()
+            now, ahead = asyncio.get_running_loop().time(), self._ahead(instance)
             for wait, status in zip(waits, statuses, strict=True):
                 if wait in self._waits:
-                    self._judge(wait, status, steps, now)
+                    self._judge(wait, status, steps, now, _allowance(wait, *ahead))
         finally:
             self._asking.discard(instance)
 
-    def _judge(self, wait: Wait, status: RequestStatus | None, steps: int, now: float) -> None:
+    def _judge(
+        self, wait: Wait, status: RequestStatus | None, steps: int, now: float, allowed: float
+    ) -> None:
         """End a wait that its engine, or its bound, ends."""
-        engine, allowed = wait.instance.evidence, self._allowance(wait)
+        engine = wait.instance.evidence
         if status is not None:
             answers = engine.answers(now)
             why = wait.evidence.told(now, status, steps, answers, allowed)
@@ -202,7 +205,8 @@ class StreamWatch:
     ) -> tuple[Sequence[RequestStatus | None], int]:
         """Return what an engine has of requests, None where it does not say, and its steps."""
         if instance.control is None:
-            return [await self._by_metrics(instance)] * len(waits), -1
+            status, grew = await self._by_metrics(instance)
+            return [status or _went_on(grew, wait) for wait in waits], -1
         ids = [wait.request.id_there for wait in waits]
         try:
             found = await instance.control.find(ids, self._control_seconds)
@@ -218,37 +222,56 @@ class StreamWatch:
             for wait, status in zip(waits, found.statuses, strict=True)
         ], found.steps
 
-    async def _by_metrics(self, instance: InstanceState) -> RequestStatus | None:
-        """Return what ``/metrics`` says of the requests of an engine that has no control socket."""
+    async def _by_metrics(self, instance: InstanceState) -> tuple[RequestStatus | None, float]:
+        """Return what ``/metrics`` says of the requests of an engine that has no control socket.
+
+        Returns:
+            That it has none, and when its tokens were last seen to have become more.
+        """
         try:
             page = await self._upstream.get(instance.instance, "/metrics")
         except (UpstreamError, EngineRefusedError):
-            return None
+            return None, -inf
         counts: dict[bytes, float] = {}
         for name, value in _COUNTED.findall(page):
             counts[name] = counts.get(name, 0.0) + _number(value)
         if not {b"generation_tokens_total", b"num_requests_running"} <= counts.keys():
-            return None
+            return None, -inf
         if counts[b"num_requests_running"] + counts.get(b"num_requests_waiting", 0.0) == 0:
-            return RequestStatus.UNKNOWN
+            return RequestStatus.UNKNOWN, -inf
         total = counts[b"generation_tokens_total"] + counts.get(b"prompt_tokens_total", 0.0)
-        before, self._counted[instance] = self._counted.get(instance), total
-        return RequestStatus.RUNNING if before is not None and total > before else None
+        before, grew = self._counted.get(instance, (total, -inf))
+        if total > before:
+            grew = asyncio.get_running_loop().time()
+        self._counted[instance] = total, grew
+        return None, grew
 
-    def _allowance(self, wait: Wait) -> float:
-        """Return for how many seconds nobody has to say anything of a request."""
-        if not wait.streams:  # an answer as a whole comes as late as its last token
-            return LONGEST_WAIT
-        ahead = [
-            other
-            for other in self._placements.on(wait.instance)
-            if not other.generating and other is not wait.request
-        ]
-        tokens = sum(other.context_tokens for other in ahead)
-        if wait.request.generating:
-            return allowance(wait.evidence.patience, 0, tokens)
-        tokens += wait.request.context_tokens
-        return allowance(wait.evidence.patience, len(ahead), tokens)
+    def _ahead(self, instance: InstanceState) -> tuple[int, int]:
+        """Return how many requests of an instance have no token yet, and the tokens of these."""
+        requests = [one for one in self._placements.on(instance) if not one.generating]
+        return len(requests), sum(one.context_tokens for one in requests)
+
+
+def _went_on(grew: float, wait: Wait) -> RequestStatus | None:
+    """Return that a request runs if its engine has gone on since it was last asked for it.
+
+    Others may have asked a moment ago: that there is no token since then proves nothing.
+    """
+    return RequestStatus.RUNNING if grew > wait.evidence.asked else None
+
+
+def _allowance(wait: Wait, requests: int, tokens: int) -> float:
+    """Return for how many seconds nobody has to say anything of a request.
+
+    Args:
+        wait: for it.
+        requests: of its instance that have no token yet, itself among them.
+        tokens: of these.
+    """
+    if not wait.streams:  # an answer as a whole comes as late as its last token
+        return LONGEST_WAIT
+    others = 0 if wait.request.generating else max(0, requests - 1)
+    return allowance(wait.evidence.patience, others, tokens)
 
 
 def _number(text: bytes) -> float:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
@@ -326,6 +327,26 @@ class TestWithoutControlSockets:
             assert status == 200 and b"error" not in answer
             assert len(engine.bodies) == 1 and in_service(it)
 
+    async def test_streams_that_are_asked_for_one_after_the_other_wait(
+        self, tokenizer: Tokenizer
+    ) -> None:
+        """Between two looks at the metrics there may be no step, which proves nothing."""
+        async with cluster(tokenizer, decodes=1) as it:
+            instance, engine, watch = it.proxy.cluster.decodes[0], it.decodes[0], it.proxy.watch
+            instance.control, engine.stalls_at = None, 5
+            asking = [asyncio.create_task(read(it, {"max_tokens": 8})) for _ in range(2)]
+            await until(lambda: sum(one.generated_tokens for one in it.requests()) == 10)
+            await watch._by_metrics(instance)
+            engine.steps += 1
+            for wait in watch._waits:
+                wait.evidence.held(-1000.0)  # nothing has come for so long
+            for wait in list(watch._waits):
+                await watch._ask(instance, [wait])
+            engine.stalls_at = 0
+            for status, answer in await asyncio.gather(*asking):
+                assert status == 200 and b'"error"' not in answer
+            assert len(engine.bodies) == 2 and in_service(it)
+
     async def test_a_stream_without_any_sign_ends_after_its_allowance(
         self, tokenizer: Tokenizer
     ) -> None:
@@ -356,3 +377,34 @@ async def test_a_vanished_machine_is_noticed_by_the_kernel(tokenizer: Tokenizer)
             connection = transport.get_extra_info("socket")
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         await asking
+
+
+async def test_many_that_wait_for_one_engine_are_judged_at_once(tokenizer: Tokenizer) -> None:
+    """What is ahead of them is counted once for all."""
+    from rescheduler.openai.openai_request import ClientRequest
+    from rescheduler.placement.live_request import LiveRequest
+
+    counted = 0
+
+    class Counting(LiveRequest):
+        @property
+        def context_tokens(self) -> int:
+            nonlocal counted
+            counted += 1
+            return 1
+
+    async with cluster(tokenizer, decodes=1) as it, AsyncExitStack() as stack:
+        instance, placements = it.proxy.cluster.decodes[0], it.proxy.cluster.placements
+        client = ClientRequest("/v1/completions", {}, 1, None, True, 5)
+        requests = [
+            Counting(str(i), str(i), client, {}, 0.0, tokenizer, placements) for i in range(300)
+        ]
+        for request in requests:
+            placements.put(request, instance)
+            await stack.enter_async_context(it.proxy.watch.over(request, instance, 0.2))
+        await until(lambda: not any(one.evidence.is_due(0.0) for one in it.proxy.watch._waits))
+        counted = 0
+        await it.proxy.watch._ask(instance, list(it.proxy.watch._waits))
+        assert 0 < counted < 20 * len(requests)
+        for request in requests:
+            placements.put(request, None)
