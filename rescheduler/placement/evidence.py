@@ -246,7 +246,7 @@ class RequestEvidence:
     def overdue(self, now: float, allowed: float) -> str:
         """Return why it has failed, or nothing, where its engine cannot be asked."""
         self._asked = now
-        allowed = min(allowed, LONGEST_WAIT)
+        allowed = self.patience if self.lands else min(allowed, LONGEST_WAIT)
         return f"no token within {allowed:.0f} s" if now - self._last > allowed else ""
 
 

@@ -246,3 +246,14 @@ def test_tokens_are_signs_of_an_engine_whose_control_socket_is_silent() -> None:
     for now in range(0, 600, 2):
         evidence.stepped(float(now))
         assert not evidence.look(float(now), LONGEST_STEP)
+
+
+def test_a_moved_request_goes_back_from_an_engine_that_says_nothing_of_it() -> None:
+    """Whether the target has vanished, or the request never comes there."""
+    for waits in (
+        lambda request, now: request.overdue(now, LONGEST_WAIT),
+        lambda request, now: request.told(now, RequestStatus.UNKNOWN, 5, True, 1000.0),
+    ):
+        request = RequestEvidence(0.0, 10.0, lands=True)
+        assert waits(request, 5.5) == ""
+        assert waits(request, 11.0) == "no token within 10 s"
