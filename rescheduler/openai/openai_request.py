@@ -11,6 +11,7 @@ __all__ = [
     "COMPLETIONS",
     "FORWARDED",
     "LONGEST_MODEL",
+    "MESSAGES",
     "NOT_SERVED",
     "UNREADABLE",
     "ClientRequest",
@@ -20,11 +21,12 @@ __all__ = [
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
 
 FORWARDED = (
     "/v1/chat/completions/batch",
     "/v1/responses",
-    "/v1/messages",
+    MESSAGES,
     "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
@@ -42,7 +44,7 @@ FORWARDED = (
     "/invocations",
 )
 """Further endpoints of vLLM: one decode instance answers, chosen by the routing policy."""
-ALWAYS_STREAM = (COMPLETIONS, CHAT, "/v1/responses", "/v1/messages")
+ALWAYS_STREAM = (COMPLETIONS, CHAT, "/v1/responses", MESSAGES)
 """Endpoints that answer with a stream whenever they are asked for one."""
 NOT_SERVED = {
     "/v1/responses/{id}": "a response is not kept: no instance knows those of the others",

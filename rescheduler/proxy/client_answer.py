@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
+import msgspec
 from aiohttp import web
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.chunk_joiner import ChunkJoiner
-from rescheduler.openai.openai_request import ClientRequest, error_body
+from rescheduler.openai.openai_request import MESSAGES, ClientRequest, error_body
 from rescheduler.openai.openai_response import ResponseCollector
 from rescheduler.openai.openai_stream import DONE, event
 
@@ -19,6 +20,18 @@ _SIGN_OF_LIFE = b": keep-alive\n\n"
 _POLL_SECONDS = 0.05
 _MARGIN = 16 << 10
 """Bytes that a slow client has to take before its deadline."""
+
+
+def _error_event(path: str, body: bytes) -> bytes:
+    """Return an error as the end of a stream.
+
+    Clients of `/v1/messages` go by the names of events, and overlook one without.
+    """
+    if path != MESSAGES:
+        return event(body) + event(DONE)
+    read = msgspec.json.decode(body)
+    error = read.get("error", read) if isinstance(read, dict) else {"message": str(read)}
+    return b"event: error\n" + event(msgspec.json.encode({"type": "error", "error": error}))
 
 
 class ClientGoneError(Exception):
@@ -57,7 +70,7 @@ class ClientAnswer:
         if request.stream and request.movable and request.stream_interval > 1:
             self._joiner = ChunkJoiner(request.stream_interval)
         self.has_content = False
-        self._streams = request.stream
+        self._streams, self._path = request.stream, request.path
         self._clock = asyncio.get_running_loop().time
         self._written = self._clock()
         self._http, self.headers = http, dict(headers)
@@ -162,7 +175,7 @@ class ClientAnswer:
             return self._stream
         self._ending = True
         rest = [] if self._joiner is None else self._joiner.rest()
-        await self.write(b"".join(map(event, [*rest, body, DONE])))
+        await self.write(b"".join(map(event, rest)) + _error_event(self._path, body))
         return await self.end()
 
     async def fail_with(self, status: int, message: str) -> web.StreamResponse:

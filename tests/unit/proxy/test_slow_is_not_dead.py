@@ -201,6 +201,22 @@ async def test_an_error_after_a_comment_is_an_event(tokenizer: Tokenizer) -> Non
         await occupying
 
 
+async def test_clients_of_messages_see_an_error_after_a_comment(tokenizer: Tokenizer) -> None:
+    """They go by the names of events."""
+    late = {"keep_alive_seconds": 0.05, "backoff_seconds": 1.0, "pool_seconds": 0.5}
+    async with cluster(tokenizer, **late) as it:
+        for engine in it.decodes:
+            engine.fails = 500
+        asked = {"model": "m", "max_tokens": 5, "messages": [], "stream": True}
+        async with (
+            httpx.AsyncClient() as plain,
+            aconnect_sse(plain, "POST", it.url + "/v1/messages", json=asked) as source,
+        ):
+            events = [(event.event, json.loads(event.data)) async for event in source.aiter_sse()]
+        ((name, data),) = events
+        assert name == data["type"] == "error" and data["error"]["code"] in (502, 503)
+
+
 async def test_real_clients_read_streams_with_comments(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer, keep_alive_seconds=0.1) as it:
         for engine in it.decodes:
