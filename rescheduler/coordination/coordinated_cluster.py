@@ -15,6 +15,7 @@ from rescheduler.engines.deployment import Deployment, ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.evidence import allowance
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome, Mover, Placements
@@ -229,6 +230,14 @@ class CoordinatedCluster(Cluster[LiveRequest]):
         """Take an instance out of service, and tell the coordinator."""
         super().lost(instance)
         self.link.failed(instance, certain=True)
+
+    def _longest_step(self, instance: InstanceState) -> float:
+        """Return how long a step of an instance may take; other proxies send it prompts, too."""
+        seconds, engine = super()._longest_step(instance), instance.engine
+        ours = sum(not request.generating for request in self.placements.on(instance))
+        if engine is None or engine.waiting <= ours:
+            return seconds
+        return seconds + allowance(0.0, 0, engine.max_model_len)
 
     def _carry_out(self, request: LiveRequest, target: InstanceState, why: str) -> None:
         self.background(self._move(request, target, why))

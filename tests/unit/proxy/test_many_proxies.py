@@ -314,3 +314,18 @@ async def test_a_deployment_without_a_coordinator_has_none(
         proxy = Proxy(alone, tokenizer)
         assert proxy.drainer is not None
         await proxy.close()
+
+
+async def test_a_prompt_of_another_proxy_may_take_its_time(coordinated: Make) -> None:
+    """A proxy that does not know of it does not take the engine for one that hangs."""
+    async with coordinated(decodes=1, token_seconds=0.5, silent_seconds=10.0) as it:
+        engine, (first, second) = it.engines["decode-0"], it.proxies
+        engine.queue_seconds, engine.says = 3.0, {"steps": 7, "waiting": 1, "running": 0}
+        asked = {"prompt": list(range(1000, 2000)), "max_tokens": 5, "n": 2}
+        asking = asyncio.create_task(second.stream(asked))
+        await until(lambda: bool(engine.running))
+        while not asking.done():
+            assert first.proxy.cluster.instances["decode-0"].breaker.closed
+            await asyncio.sleep(0.01)
+        engine.says = {}
+        await asking
