@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -12,6 +13,8 @@ from httpx_sse import aconnect_sse
 from openai import AsyncOpenAI
 from scripted_cluster import PROMPT, Cluster, cluster, text_of, tokens_of, until
 from tokenizers import Tokenizer
+
+from rescheduler.openai.openai_stream import EventReader
 
 IMPATIENT = {"first_token_seconds": 0.2, "token_seconds": 0.2, "prefill_seconds": 0.2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -290,8 +293,6 @@ async def test_a_stream_without_its_end_is_a_failure(tokenizer: Tokenizer, kind:
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
 def test_events_are_read_however_their_lines_end(end: bytes, size: int) -> None:
-    from rescheduler.openai.openai_stream import EventReader
-
     sent = b"".join([b": hello", end, b'data: {"a": 1}', end, b"data: [DONE]", end])
     reader, events, comments = EventReader(), [], []
     for i in range(0, len(sent), size):
@@ -377,8 +378,6 @@ class TestWithoutControlSockets:
 
 
 async def test_a_vanished_machine_is_noticed_by_the_kernel(tokenizer: Tokenizer) -> None:
-    import socket
-
     async with cluster(tokenizer) as it:
         for engine in it.decodes:
             engine.token_seconds = 0.05
