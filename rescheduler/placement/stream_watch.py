@@ -181,7 +181,9 @@ class StreamWatch:
             now, ahead = asyncio.get_running_loop().time(), self._ahead(instance)
             for wait, status in zip(waits, statuses, strict=True):
                 if wait in self._waits:
-                    self._judge(wait, status, steps, now, _allowance(wait, *ahead))
+                    absent = status is RequestStatus.UNKNOWN
+                    allowed = _allowance(wait, *ahead, comes_at_once=wait.streams or absent)
+                    self._judge(wait, status, steps, now, allowed)
         finally:
             self._asking.discard(instance)
 
@@ -216,9 +218,7 @@ class StreamWatch:
         state = instance.engine
         busy = state is not None and state.running + state.waiting > 0
         return [
-            RequestStatus.RUNNING
-            if busy and status is RequestStatus.UNKNOWN and wait.request.client.direct == "path"
-            else status
+            _of_unnamed(busy) if wait.request.client.direct == "path" else status
             for wait, status in zip(waits, found.statuses, strict=True)
         ], found.steps
 
@@ -252,6 +252,11 @@ class StreamWatch:
         return len(requests), sum(one.context_tokens for one in requests)
 
 
+def _of_unnamed(busy: bool) -> RequestStatus | None:
+    """Return the status of a request whose name in the engine nobody knows."""
+    return RequestStatus.RUNNING if busy else None
+
+
 def _went_on(grew: float, wait: Wait) -> RequestStatus | None:
     """Return that a request runs if its engine has gone on since it was last asked for it.
 
@@ -260,15 +265,16 @@ def _went_on(grew: float, wait: Wait) -> RequestStatus | None:
     return RequestStatus.RUNNING if grew > wait.evidence.asked else None
 
 
-def _allowance(wait: Wait, requests: int, tokens: int) -> float:
+def _allowance(wait: Wait, requests: int, tokens: int, comes_at_once: bool) -> float:
     """Return for how many seconds nobody has to say anything of a request.
 
     Args:
         wait: for it.
         requests: of its instance that have no token yet, itself among them.
         tokens: of these.
+        comes_at_once: a sign of it is expected with its first token, not with its last.
     """
-    if not wait.streams:  # an answer as a whole comes as late as its last token
+    if not comes_at_once:
         return LONGEST_WAIT
     others = 0 if wait.request.generating else max(0, requests - 1)
     return allowance(wait.evidence.patience, others, tokens)

@@ -163,7 +163,8 @@ class PassThrough:
                     request.declined()
                     raise reported_error(instance.instance, signs[0].error)
                 if not signs and reader.comments:
-                    await answer.comment(b"".join(reader.comments))
+                    with wait.writing():
+                        await answer.comment(b"".join(reader.comments))
                     held = bytearray(reader.rest)
                 heard, data = bool(signs), bytes(held)
             tokens = sum(sign.output for sign in signs)

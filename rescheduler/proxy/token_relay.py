@@ -114,7 +114,8 @@ class TokenRelay:
                     if took > _SLOW_SECONDS:
                         stream.request.slow_client = True
             if reader.comments and comment is not None:
-                await comment(b"".join(reader.comments))
+                with stream.wait.writing():
+                    await comment(b"".join(reader.comments))
             if stream.progress > progress or stream.finished > finished:
                 stream.wait.progressed(loop.time(), self._options.token_seconds)
         if not stream.finished:
