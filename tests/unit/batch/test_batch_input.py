@@ -104,7 +104,10 @@ def test_byte_order_marks_and_gzip_are_read(tmp_path: Path, packed: bool) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gzip.compress(b'{"custom_id": "a"'.ljust(5000))[:-9], "asked.jsonl: the gzip file is not"),
+        (
+            gzip.compress(b'{"custom_id": "a"'.ljust(5000), mtime=0)[:-9],
+            "asked.jsonl: the gzip file is not",
+        ),
         (b"\x1f\x8bnonsense", "the gzip file is not whole"),
         (b"PK\x03\x04", "asked.jsonl: a zip archive; unpack it"),
         (json.dumps(line()).encode("utf-16"), "asked.jsonl: UTF-16 text; save it as UTF-8"),
