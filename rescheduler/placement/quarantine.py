@@ -16,7 +16,7 @@ MOST_LOST = 2
 """Engines that may be lost while they had just begun with it."""
 TRUSTED_TOKENS = 32
 """On one engine, after which a request is not what its engine ends by."""
-MOST_BREAKS = 3
+MOST_BREAKS = 1
 """Streams of a request that may break later than that, before each further one counts as well."""
 _LOOK_SECONDS = 0.02
 

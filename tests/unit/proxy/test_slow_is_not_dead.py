@@ -149,6 +149,19 @@ async def test_a_request_that_kills_is_refused_after_two_engines(
         assert (await read(it, {"max_tokens": 5}))[0] == 200
 
 
+async def test_a_request_that_kills_late_is_refused_after_three_engines(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, decodes=4, control_seconds=1.0) as it:
+        for engine in it.decodes:
+            engine.kills, engine.kills_at = "KILLS", 40
+        _, answer = await read(it, {"prompt": f"{PROMPT} KILLS", "max_tokens": 400})
+        assert b'"code":422' in answer
+        assert sum(engine.lives for engine in it.decodes) == 4 + 3
+        await until(lambda: all(engine.lives and engine._control for engine in it.decodes))
+        await until(lambda: in_service(it))
+
+
 async def test_requests_that_share_an_engine_with_one_that_kills_are_served(
     tokenizer: Tokenizer,
 ) -> None:
