@@ -222,7 +222,9 @@ class ScriptedEngine:
         await self.stop_http()
 
     async def stop_http(self) -> None:
-        """Vanish from HTTP, connections and all."""
+        """Vanish from HTTP, connections and all, also those that are just being accepted."""
+        await self.stop_listening()
+        await asyncio.sleep(0.005)
         for server in [self._runner.server]:
             for connection in list(server.connections if server else []):
                 if connection.transport is not None:
