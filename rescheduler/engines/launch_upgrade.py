@@ -75,11 +75,11 @@ class UpgradeRequest:
         self._connection = connection
 
     def say(self, line: str) -> None:
-        """Tell how it goes."""
+        """Send a line of progress."""
         self._send(_Said(line=line))
 
     def end(self, names: list[str], error: str = "") -> None:
-        """Tell which servers were started anew, and what kept the others from it."""
+        """Report which servers were restarted, and the error that stopped the rest."""
         self._send(_Said(ended=True, error=error, names=names))
         self._connection.close()
 

@@ -103,7 +103,7 @@ class _Server:
 
 
 def _tell(drain: Drain, *option: str) -> None:
-    """Tell the proxy of an engine that cannot; it may not run, or not here."""
+    """Run the command that drains an engine without a control socket at its proxy."""
     if drain.tell:
         with suppress(OSError):
             said = subprocess.Popen([*drain.tell, *option], stdin=subprocess.DEVNULL)

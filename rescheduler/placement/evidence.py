@@ -204,7 +204,7 @@ class RequestEvidence:
         self._known, self._unknown = True, 0
 
     def held(self, seconds: float) -> None:
-        """Note that nobody could read it for a while: a slow client is not the engine's fault."""
+        """Exclude seconds in which a slow client blocked reading."""
         self._last += seconds
         self._asked += seconds
 

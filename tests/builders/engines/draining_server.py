@@ -34,7 +34,7 @@ server.serve_forever()
 
 
 def busy(left: Path, requests: int, holds: float = 0.0) -> None:
-    """Say what the server has left to do."""
+    """Set how many requests the server has left."""
     ready = left.with_suffix(".new")
     ready.write_text(f"{requests} {holds}")
     ready.replace(left)
