@@ -325,12 +325,14 @@ class StreamSplicer:
             return self._parsed_again(data, chunk)
         self._note(chunk)
         self._last = data
-        self._again.show(chunk.token_ids)
         self.output_token_ids += chunk.token_ids
-        # An engine that holds text back parses it, perhaps for reasoning that begins.
-        self.parsed = self.parsed or (_EMPTY_DELTA in data and chunk.finish_reason is None)
-        if self._says_nothing(data, chunk):
-            return None
+        if self._request.chat:  # the text of a completion is never parsed
+            self._again.show(chunk.token_ids)
+            if _EMPTY_DELTA in data:
+                # An engine that holds text back parses it, perhaps for reasoning that begins.
+                self.parsed = self.parsed or chunk.finish_reason is None
+                if self._says_nothing(data, chunk):
+                    return None
         if self._request.keeps_token_ids:
             return data
         return _TOKEN_IDS.sub(rb'"\1":null', data)
