@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, NoReturn
 
 import aiohttp
 import msgspec
+from aiohttp.client_reqrep import ConnectionKey
+from aiohttp.tracing import Trace
 
 from data_collection.atomic_file import warn_of_open_secret
 from data_collection.text_file import read_text
@@ -30,6 +33,8 @@ __all__ = [
 ]
 
 
+_KEPT_SECONDS = 1.0
+"""For which an idle connection is kept: vLLM closes it after five."""
 _LARGEST_ANSWER = 8 << 20
 """Bytes of any answer that is read as a whole: of a prefill, a copy, a probe, an error."""
 _LONGEST_RETRY = 3600
@@ -118,15 +123,13 @@ class Upstream:
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        """Connections of one request each.
-
-        An engine that was stopped for a while closes those that it kept as it goes on: the requests
-        that were sent to it meanwhile would be lost. And one that listens no more may keep others.
-        """
+        noted = aiohttp.TraceConfig()
+        noted.on_connection_reuseconn.append(_note_reuse)
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, force_close=True, socket_factory=_probed_by_kernel
+            connector=_Connector(
+                limit=0, keepalive_timeout=_KEPT_SECONDS, socket_factory=_probed_by_kernel
             ),
+            trace_configs=[noted],
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds),
             headers={"Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not another's
@@ -176,9 +179,24 @@ class Upstream:
     async def _post(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
+        """Send a request, again where the engine has closed the kept connection that it went by.
+
+        An engine that was stopped for a while closes those that it kept as it goes on. A connection
+        that breaks otherwise may have been broken by the request.
+        """
         url = instance.url.rstrip("/") + path
         headers = {**headers, "Content-Type": "application/json"}
-        return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
+        broken: aiohttp.ClientError | None = None
+        while True:
+            way: dict[str, bool] = {}
+            try:
+                return await self._session.post(
+                    url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=way
+                )
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if not way.get("reused"):
+                    raise broken or error  # nobody listens any more: the first one tells why
+                broken = error
 
     async def prefill(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
@@ -288,6 +306,31 @@ def _as_json(status: int, body: bytes) -> bytes:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return error_body(status, "the engine refuses the request")
     return body
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Uses no connection again on which an engine has said more than it was asked.
+
+    A whole answer too many, as after one with a wrong ``Content-Length``, would be taken for that
+    to the next request, and the next one's for that after it.
+    """
+
+    async def _get(
+        self, key: ConnectionKey, traces: list[Trace]
+    ) -> aiohttp.connector.Connection | None:
+        kept = self._conns.get(key, ())
+        while kept and kept[0][0].should_close:
+            kept.popleft()[0].close()
+        return await super()._get(key, traces)
+
+
+async def _note_reuse(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceConnectionReuseconnParams,
+) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx["reused"] = True
 
 
 def _probed_by_kernel(address: aiohttp.AddrInfoType) -> socket.socket:

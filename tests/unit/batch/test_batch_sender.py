@@ -67,6 +67,7 @@ async def server(answering: Answering, port: int = 0) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
+        await asyncio.sleep(0.01)  # what is being accepted is closed as well
         await runner.cleanup()
 
 

@@ -113,4 +113,4 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
     said = capsys.readouterr().err
     assert main([*arguments, "--ckpt-path", str(weights)]) in (1, 2)
     assert f"{weights}: not a whole checkpoint" in capsys.readouterr().err
-    assert "damaged.ckpt" in said and len(said.strip().splitlines()) <= 2, said
+    assert "damaged.ckpt" in said.strip().splitlines()[-1] and "Traceback" not in said, said

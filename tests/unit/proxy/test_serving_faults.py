@@ -413,7 +413,10 @@ async def test_file_descriptors_that_run_out_are_nobodys_fault_but_ours(
     async with cluster(tokenizer, probe_seconds=60.0) as it:
         async with it.session.get(it.url + "/health"):
             pass  # this connection is kept
-        await asyncio.sleep(0.2)  # both ends of those to the engines are closed now
+        connector = it.proxy.cluster.upstream._session.connector
+        assert isinstance(connector, aiohttp.TCPConnector)
+        await until(lambda: not connector._conns)  # else one that is kept would serve
+        await asyncio.sleep(0.2)  # both ends are closed now
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         held: list[int] = []
         resource.setrlimit(

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import struct
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -113,6 +115,7 @@ async def answering(answer: Answer, host: str) -> AsyncIterator[str]:
         yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        await asyncio.sleep(0.01)  # what is being accepted is closed as well
         for task in connections:
             task.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
@@ -284,3 +287,57 @@ async def test_no_client_gets_the_cookie_that_an_engine_gave_to_another() -> Non
             await asks.get(instance, "/v1/models")
         assert not any(b"cookie:" in head.lower() for head in heads)
         await asks.close()
+
+
+@asynccontextmanager
+async def breaking_engine(
+    answers: int, how: Callable[[asyncio.StreamWriter], None]
+) -> AsyncIterator[tuple[Instance, list[int]]]:
+    """An engine that breaks a connection at the request after so many; with the requests of each.
+
+    A connection is broken once, the third one serves.
+    """
+    requests: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(0)
+        at = len(requests) - 1
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().split(b"content-length:")[1].split()[0]))
+            requests[at] += 1
+            if requests[at] > answers and at < 2:
+                return how(writer)
+            writer.write(HEAD + LENGTH + b"\r\n" + BODY)
+
+    async with answering(answer, "127.0.0.1") as url:
+        yield Instance("breaks", "decode", url), requests
+
+
+def resets(writer: asyncio.StreamWriter) -> None:
+    linger = struct.pack("ii", 1, 0)
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+
+@pytest.mark.parametrize("how", [asyncio.StreamWriter.close, resets])
+async def test_a_kept_connection_that_its_engine_closes_costs_no_request(
+    how: Callable[[asyncio.StreamWriter], None],
+) -> None:
+    async with breaking_engine(1, how) as (instance, requests):
+        asks = upstream()
+        for _ in range(3):
+            assert await asks.prefill(instance, "/v1/completions", b"{}", {}) == ({"a": 1}, 3)
+        await asks.close()
+        assert requests == [2, 2, 1], "each request that met a closed connection was sent again"
+
+
+@pytest.mark.parametrize("how", [asyncio.StreamWriter.close, resets])
+async def test_a_request_that_breaks_its_own_connection_is_sent_once(
+    how: Callable[[asyncio.StreamWriter], None],
+) -> None:
+    async with breaking_engine(0, how) as (instance, requests):
+        asks = upstream()
+        with pytest.raises(UpstreamError):
+            await asks.prefill(instance, "/v1/completions", b"{}", {})
+        await asks.close()
+        assert requests == [1], "it may be what killed the engine"
