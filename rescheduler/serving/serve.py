@@ -39,6 +39,9 @@ __all__ = ["Listeners", "load_tokenizer", "proxy_running", "serve"]
 
 logger = logging.getLogger("headway.serve")
 
+_LINGER_SECONDS = 1.0
+"""For which idle connections stay open after the last request has ended."""
+
 _OTHER_FILES = 128
 _FILES_PER_CLIENT = 2  # its connection, and one to an engine
 _LONGEST_REASON = 300
@@ -265,14 +268,23 @@ async def _serve(deployment: Deployment, tokenizer: Tokenizer | None, record: Pa
 
 
 async def _finish(proxy: Proxy, listeners: Listeners, again: asyncio.Event) -> None:
-    """Take no more connections, and wait for the requests that run, or to be asked again to end."""
+    """Take no more connections, and wait for the requests that run, or to be asked again to end.
+
+    A client whose answer has just ended may have sent another request on its connection already:
+    those that are still open have a moment to bring it.
+    """
     seconds = proxy.deployment.proxy.shutdown_seconds
     said = "ending: %d requests run, %g s to finish; a second signal ends them at once"
     logger.info(said, proxy.running, seconds)
     again.clear()
     await listeners.stop()
-    deadline = asyncio.get_running_loop().time() + seconds
-    while proxy.running and not again.is_set() and asyncio.get_running_loop().time() < deadline:
+    clock = asyncio.get_running_loop().time
+    deadline, quiet_at = clock() + seconds, clock() + _LINGER_SECONDS
+    while not again.is_set() and clock() < deadline:
+        if proxy.running:
+            quiet_at = clock() + _LINGER_SECONDS
+        elif clock() >= quiet_at or not listeners.connections:
+            break
         await asyncio.sleep(0.05)
     if proxy.running:
         logger.warning("%d requests are cut", proxy.running)

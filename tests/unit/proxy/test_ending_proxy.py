@@ -82,3 +82,26 @@ async def test_a_second_signal_ends_what_runs_at_once(
         rest = await it.content.read()
         assert b"shutting down" in rest
         assert await process.wait() == 0
+
+
+async def test_a_request_that_follows_the_last_one_on_its_connection_is_served(
+    headway_command: list[str], smollm2: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    del smollm2  # is prepared
+    async with (
+        served(headway_command, tmp_path, tokenizer) as (engine, url, process),
+        aiohttp.ClientSession() as session,
+    ):
+        stream = {**BODY, "max_tokens": 9, "stream": True}
+        async with session.post(url + "/v1/completions", json=stream) as it:
+            assert (await it.content.readline()).startswith(b"data: ")
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            while b"a second signal ends them at once" not in await process.stderr.readline():
+                pass
+            engine.stalls_at = 0
+            assert (await it.read()).endswith(b"data: [DONE]\n\n")
+        await asyncio.sleep(0.2)  # by now nothing runs any more
+        async with session.post(url + "/v1/completions", json=BODY) as again:
+            assert again.status == 200 and again.headers["Connection"] == "close"
+        assert await process.wait() == 0
