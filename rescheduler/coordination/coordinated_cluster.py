@@ -13,6 +13,8 @@ from rescheduler.coordination.link_socket import LinkSockets
 from rescheduler.coordination.messages import RefusedMessages
 from rescheduler.engines.deployment import Deployment, ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.account import Account
+from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.evidence import allowance
@@ -33,6 +35,7 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
     Args:
         published: called when this proxy has placed a request by itself: its peers should know.
         loads: of this proxy and its peers, by which it finds places.
+        accounts: of the clients.
     """
 
     def __init__(
@@ -44,8 +47,9 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
         options: ProxyOptions,
         step: MeanStepTime,
         clock: Callable[[], float],
+        accounts: Accounts,
     ) -> None:
-        super().__init__(loads, instances, JSQLoad(), options, step, clock)
+        super().__init__(loads, instances, JSQLoad(), options, step, clock, accounts=accounts)
         self._link, self._published = link, published
 
     @property
@@ -58,9 +62,9 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
         """Requests that wait for a prefill instance."""
         return self._link.asked_for_prefill + super().waiting_for_prefill
 
-    def admit(self) -> None:
+    def admit(self, account: Account) -> None:
         """Refuse a new request when there is no room for it, here or in the whole cluster."""
-        super().admit()
+        super().admit(account)
         if self._link.full:
             raise RequestRefusedError(
                 429, "this proxy has too many requests; try another one", retry_after=1
@@ -75,7 +79,7 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
                 429, f"{view.waiting} requests wait already; try again later", retry_after=1
             )
 
-    def admit_background(self) -> None:
+    def admit_background(self, account: Account) -> None:
         """Refuse a background request: the coordinator gives places to all alike.
 
         Raises:
@@ -203,6 +207,7 @@ class CoordinatedCluster(Cluster[LiveRequest]):
             deployment.proxy,
             self.step,
             clock,
+            self.accounts,
         )
 
     async def start(self) -> None:
@@ -215,10 +220,12 @@ class CoordinatedCluster(Cluster[LiveRequest]):
         self.forever(self._sockets.run())
 
     def began(self, request: LiveRequest) -> None:
-        """Do nothing: the coordinator hears of a request when it wants a place."""
+        """Note a request here: the coordinator hears of it when it wants a place."""
+        self.accounts.began(request)
 
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Note a request's end; by itself: the coordinator may learn from its length."""
+        self.accounts.ended(request, by_itself)
         self.link.ended(request, by_itself)
 
     def failed(self, instance: InstanceState, certain: bool) -> None:

@@ -219,7 +219,8 @@ class Link:
         self._told_movable.pop(request, None)
         if handle is not None:
             del self._by_handle[handle]
-            self._ended.append(Ended(handle, by_itself, _tokens(request.generated_tokens)))
+            tokens = _tokens(request.generated_tokens)
+            self._ended.append(Ended(handle, by_itself, tokens, request.refused))
             self._wake()
 
     def failed(self, instance: InstanceState, certain: bool) -> None:
@@ -380,6 +381,7 @@ class Link:
             avoid=sorted(self._index[one] for one in request.avoid | unreachable),
             expected_tokens=_tokens_if_any(request.expected_tokens),
             model=request.model,
+            account=request.account.name,
         )
 
     def _where(self, instance: InstanceState | None) -> int:

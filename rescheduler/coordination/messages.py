@@ -113,6 +113,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
         hop: number of its placement on decode instances; each move raises it.
         moving: the proxy carries out an order to move it.
         avoid: instances that its proxy cannot reach, that have failed it, or turned it away.
+        account: name of whom it is for.
     """
 
     handle: Count
@@ -138,6 +139,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     avoid: Annotated[list[Index], ByInstance]
     expected_tokens: Tokens | None = None
     model: Word = ""
+    account: Word = ""
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -146,6 +148,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     handle: Count
     by_itself: bool
     generated_tokens: Tokens
+    refused: bool = False
 
 
 class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):

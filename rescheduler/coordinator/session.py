@@ -250,10 +250,13 @@ class Session:
             raise CoordinationError(f"more than {MOST_REQUESTS} requests", "content")
         mirror = Mirror(record, self.name, self._cluster.placements)
         mirror.arrived = self._shared.clock() - record.waited
+        mirror.account = self._cluster.accounts.named(record.account or f"proxy-{self.number}")
         self.mirrors[record.handle] = mirror
         self._shared.names[mirror.external_id] += 1
         if self._shared.names[mirror.external_id] == 1:
             self._cluster.began(mirror)
+        else:
+            self._cluster.accounts.began(mirror)
         return mirror
 
     async def _goes_on(self, i: int) -> bool:
@@ -270,10 +273,10 @@ class Session:
         try:
             pool = self._shared.prefill_pool if for_prefill else self._shared.decode_pool
             if not mirror.admitted:
-                self._admit(pool)
+                self._admit(pool, mirror)
                 mirror.admitted = True
             place = dispatcher.take_prefill if for_prefill else dispatcher.place
-            async with pool.waiting(self.number):
+            async with pool.waiting(self.number, mirror.account):
                 instance = await place(mirror)
         except RequestRefusedError as error:
             status: Literal[429, 503] = 429 if error.status == 429 else 503
@@ -287,10 +290,10 @@ class Session:
         mirror.booked = ticket
         self._answer(mirror, instance)
 
-    def _admit(self, pool: FairPool) -> None:
+    def _admit(self, pool: FairPool, mirror: Mirror) -> None:
         """Refuse a new request that there is no room for, unless its proxy is below its share."""
         try:
-            self._cluster.dispatcher.admit()
+            self._cluster.dispatcher.admit(mirror.account)
         except RequestRefusedError as error:
             if error.status != 429 or not pool.below_share(self.number):
                 raise
@@ -352,6 +355,7 @@ class Session:
         if mirror is not None:
             # Of an answer that comes as a whole only its engine knows, by telemetry.
             mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
+            mirror.refused = ended.refused
             engines = [one.engine for one in self._instances if one.engine is not None]
             longest = max((engine.max_model_len for engine in engines), default=MOST_TOKENS)
             self._forget(mirror, ended.by_itself and mirror.generated_tokens <= longest)
@@ -368,6 +372,8 @@ class Session:
         if not names[mirror.external_id]:  # else what is forecast is of the other one, too
             del names[mirror.external_id]
             self._cluster.ended(mirror, by_itself)
+        else:
+            self._cluster.accounts.ended(mirror, by_itself)
 
     def _stop_asking(self, mirror: Mirror) -> None:
         asking, mirror.asking = mirror.asking, None

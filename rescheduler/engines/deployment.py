@@ -17,6 +17,7 @@ from rescheduler.emulation.step_barrier import MOST_RANKS
 from rescheduler.ordering.service_order import read_engine_order
 
 __all__ = [
+    "AccountOptions",
     "BackgroundOptions",
     "CoordinatorOptions",
     "Deployment",
@@ -115,6 +116,19 @@ class BackgroundOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     pool: Positive = 1024
 
 
+class AccountOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who a client is, and how much of what all share it may have where others wait.
+
+    Attributes:
+        header: that names the client, set by what stands before the proxy, which must let nobody
+            else set it; None: a client is its address, or its API key.
+        weights: of accounts by name, a header's value or an address; others have 1.
+    """
+
+    header: str | None = None
+    weights: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1e6)]] = {}
+
+
 class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the proxy listens, how long it waits, and how often it tries.
 
@@ -131,6 +145,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         pool_seconds: longest wait for an instance, then 503.
         background: room of requests with ``service_tier: flex``, which wait behind all others for
             as long as their clients do: ``slots``, ``kv``, ``prefill`` and ``pool``.
+        accounts: who a client is, ``header`` and ``weights``; see docs/order.md.
         connect_seconds: to open a connection to an engine.
         prefill_seconds: from sending a prompt to its prefill's answer, of an engine that is not
             slow. After half of that the proxy asks the engine whether it still has the request,
@@ -189,6 +204,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ahead: Positive = 32
     pool_seconds: Seconds = 120.0
     background: BackgroundOptions = BackgroundOptions()
+    accounts: AccountOptions = AccountOptions()
     connect_seconds: Seconds = 2.0
     prefill_seconds: Seconds = 120.0
     first_token_seconds: Seconds = 60.0

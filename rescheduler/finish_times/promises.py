@@ -6,6 +6,7 @@ from math import exp
 
 from rescheduler.finish_times.finish_times import FinishTimes
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.account import Account
 from rescheduler.placement.placeable import Placeable
 
 __all__ = ["Promises"]
@@ -18,6 +19,10 @@ _LONGEST_NAMED = 1e6
 _HIGHEST, _STRICTEST, _LONGEST_RETRY = 0.999, 2.0, 60.0
 
 
+def _own_strictness(account: Account, level: float) -> float:
+    return account.strictness.get(level, 0.0)
+
+
 class Promises:
     r"""Gives promises that are likely enough to be kept.
 
@@ -26,19 +31,21 @@ class Promises:
     .. math:: P(\text{finished within } T) \ge 1 - (1 - p)\,e^{-\delta_p}
 
     with p the level that it asks for, or that of its class. :math:`\delta_p` rises by 0.02 p / (1 -
-    p) with each promise of that level that is broken, and falls by 0.02 with each that is kept,
-    between 0 and 2: where more than the share 1 - p is broken, fewer are given (adaptive conformal
-    inference, as in `Calibration`). It falls by 2% with each request that is refused, so that few
+    p) with each promise of that level to its account that is broken, and falls by 0.02 with each
+    that is kept, between 0 and 2: where more than 1 - p are broken, fewer are given (adaptive
+    conformal inference, as in `Calibration`). It falls by 2% with each request that is refused: few
     promises now do not mean few for ever.
 
     A promise counts as a deadline: once the request has to start in order to keep it, it goes
-    before all others; and while it is at risk, its request is not moved.
+    before others, as far as `promised_first` lets it; and while it is at risk, its request is not
+    moved.
 
     Args:
         levels: of classes (``service_tier``), with one for ``default``.
         clock: that of ``arrived`` of a request.
         ended: is told how each promise ended: ``kept``, ``broken``, or ``left`` where the request
             did not end by itself in time, or its client took the time.
+        usual: returns how strict an account's promises of a level are, as `Accounts.strictness`.
     """
 
     def __init__(
@@ -47,10 +54,11 @@ class Promises:
         levels: Mapping[str, float],
         clock: Callable[[], float],
         ended: Callable[[str], None],
+        usual: Callable[[Account, float], float] = _own_strictness,
     ) -> None:
         self._finish_times, self._levels = finish_times, levels
         self._clock, self._tell = clock, ended
-        self._strictness: dict[float, float] = {}
+        self._usual = usual
         self._given: dict[Placeable, float] = {}
         self._random = random.Random(0)
         self._refused = 0
@@ -72,7 +80,7 @@ class Promises:
             level = self._levels.get(tier, self._levels.get("default", 0.95))
         level = min(level, _HIGHEST)
         probability = self._finish_times.finish_probability(request, seconds)
-        needed = self._needed(level)
+        needed = self._needed(request.account, level)
         if probability is None:
             return None
         if probability < needed and self._refused >= _TAKEN_OF and self._finish_times.load.idle:
@@ -80,8 +88,8 @@ class Promises:
             return None
         if probability < needed:
             self._refused += 1
-            if _rounded(level) in self._strictness:
-                self._strictness[_rounded(level)] *= 1.0 - _FORGOTTEN
+            if _rounded(level) in request.account.strictness:
+                request.account.strictness[_rounded(level)] *= 1.0 - _FORGOTTEN
             earliest = self._finish_times.finish_quantile(request, needed)
             raise RequestRefusedError(
                 429,
@@ -92,7 +100,7 @@ class Promises:
         if level == 0:
             return probability
         now = self._clock()
-        request.finish_by = now + seconds
+        request.finish_by, request.promised_level = now + seconds, level
         service = self._finish_times.service_quantile(request, max(level, _SERVICE_LEVEL))
         request.start_by = request.finish_by - service
         self._given[request] = level
@@ -109,8 +117,8 @@ class Promises:
             return
         self._tell("broken" if late else "kept")
         change = _GAIN * (1.0 / (1.0 - level) - 1.0 if late else -1.0)
-        strictness = self._strictness.get(_rounded(level), 0.0) + change
-        self._strictness[_rounded(level)] = min(max(0.0, strictness), _STRICTEST)
+        strictness = self._usual(request.account, _rounded(level)) + change
+        request.account.strictness[_rounded(level)] = min(max(0.0, strictness), _STRICTEST)
 
     def protect(self) -> None:
         """Let no request be moved for now whose promise is at risk, of some that are chosen."""
@@ -121,13 +129,13 @@ class Promises:
             if request.finish_by <= now or not request.can_move:
                 continue
             left = self._finish_times.finish_probability(request, request.finish_by - now)
-            if left is not None and left < self._needed(level):
+            if left is not None and left < self._needed(request.account, level):
                 request.rest(now + _REST_SECONDS)
 
-    def _needed(self, level: float) -> float:
+    def _needed(self, account: Account, level: float) -> float:
         if level == 0:
             return 0.0
-        return 1.0 - (1.0 - level) * exp(-self._strictness.get(_rounded(level), 0.0))
+        return 1.0 - (1.0 - level) * exp(-self._usual(account, _rounded(level)))
 
 
 def _rounded(level: float) -> float:

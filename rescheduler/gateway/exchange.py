@@ -179,18 +179,19 @@ class Exchange:
 
     async def _generate(self, head: Head, path: str) -> None:
         """Place a request by the policy, and follow its answer; or refuse it."""
-        self._running.dispatcher.admit()
+        account = self._running.accounts.of("", head.headers)
+        self._running.dispatcher.admit(account)
         with ExitStack() as memory, ExitStack() as stack:
             kept = memory.enter_context(self._running.bodies.kept("", announced_size(head)))
             events = await read_body(head, self._read, kept, self._running.body_seconds)
             if events is None:
                 return
-            self._running.dispatcher.admit()  # others may have come while the body did
+            self._running.dispatcher.admit(account)  # others may have come while the body did
             raw = b"".join(event.data for event in events if isinstance(event, Body))
             read = read_forwarded if path in FORWARDED else read_request
             client = read(path, raw, priority=True)
             name = given_name(head.headers.get("x-request-id"), client)
-            request = stack.enter_context(self._running.begun(client, name))
+            request = stack.enter_context(self._running.begun(client, name, account))
             instance = await self._running.place(request, head.subset)
             # Engines name it in their telemetry by this header.
             headers = {"x-request-id": request.name}

@@ -14,6 +14,7 @@ from rescheduler.engines.deployment import DeploymentError, Instance
 from rescheduler.gateway.engine_answer import EngineAnswer
 from rescheduler.openai.body_memory import BodyMemory
 from rescheduler.openai.openai_request import ClientRequest, RequestRefusedError
+from rescheduler.placement.account import Account
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
@@ -131,17 +132,21 @@ class RunningRequests:
     def __init__(self, cluster: Cluster[LiveRequest]) -> None:
         options = cluster.deployment.proxy
         self._cluster, self.dispatcher = cluster, cluster.dispatcher
+        self.accounts = cluster.accounts
         self.endpoints, self.suspects = Endpoints(cluster.all), Suspects(cluster)
         self.bodies = BodyMemory(options.largest_body_mb, options.bodies_mb, share=1.0)
         self.body_seconds = options.body_seconds
 
     @contextmanager
-    def begun(self, client: ClientRequest, name: str | None) -> Iterator[LiveRequest]:
+    def begun(
+        self, client: ClientRequest, name: str | None, account: Account
+    ) -> Iterator[LiveRequest]:
         """Count a request that has just arrived, without its body, until it ends somehow."""
         id = uuid.uuid4().hex
         now = asyncio.get_running_loop().time()
         client = replace(client, body={}, direct=client.direct or "gateway")
         request = LiveRequest(id, name or id, client, {}, now, None, self._cluster.placements)
+        request.account = account
         self._cluster.began(request)
         try:
             yield request

@@ -2,7 +2,7 @@
 
 from abc import ABC
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from data_collection.capture.capture_config import SECTION
@@ -23,11 +23,16 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class ServiceOrder(Checked, ABC):
-    """Which waiting request goes first; see `rescheduler.ordering.kernel` for the keys."""
+class ServiceOrder(Checked, ABC, fairness="[0, 1]"):
+    """Which waiting request goes first; see `rescheduler.ordering.kernel` for the keys.
+
+    Attributes:
+        fairness: between accounts, see `rescheduler.ordering.fairness`; 0: they do not count.
+    """
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
+    fairness: float = field(default=0.0, kw_only=True)
 
     def _section(self) -> str:
         return f"{self.name}: "

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.engines.deployment import BackgroundOptions
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.account import Account
+from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import Counted, Placeable, PlacedRequests, R
 from rescheduler.placement.waiting_line import WaitingLine
@@ -86,6 +88,7 @@ class Background(Generic[R]):
         others_wait: says whether any other request waits.
         with_room: returns those decode instances that have room for a request.
         placed: places a request on one of some decode instances; returns which.
+        accounts: of the clients.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class Background(Generic[R]):
         others_wait: Callable[[], bool],
         with_room: Callable[[R], list[InstanceState]],
         placed: Callable[[R, Sequence[InstanceState]], InstanceState | None],
+        accounts: Accounts,
     ) -> None:
+        self._accounts = accounts
         self.for_prefill: dict[R, asyncio.Future[InstanceState | None]] = {}
         self.for_decode: dict[R, asyncio.Future[InstanceState]] = {}
         self._placements, self._prefills, self._options = placements, prefills, options
@@ -115,13 +120,15 @@ class Background(Generic[R]):
         """How many wait."""
         return len(self.for_prefill) + len(self.for_decode)
 
-    def admit(self) -> None:
-        """Refuse a new one when too many wait.
+    def admit(self, account: Account) -> None:
+        """Refuse a new one of an account when too many wait, and it has its share of them.
 
         Raises:
             RequestRefusedError: 429.
         """
-        if self.waiting >= self._options.pool:
+        if self.waiting >= self._options.pool and not self._accounts.may_wait(
+            account, self._options.pool, [*self.for_decode, *self.for_prefill]
+        ):
             message = f"{self.waiting} background requests wait already; try again later"
             raise RequestRefusedError(429, message, retry_after=5)
 

@@ -10,6 +10,7 @@ from typing import Any, Generic
 from rescheduler.engines.deployment import Deployment
 from rescheduler.migration import MigrationPolicy
 from rescheduler.ordering import create_order
+from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.evidence import allowance
 from rescheduler.placement.guarded_policy import (
@@ -51,6 +52,7 @@ class Cluster(Generic[R]):
         planner: plans moves, every so many seconds; None: nothing does here.
         telemetry: what the engines publish; None if none does, or another process hears it.
         forecasts: of remaining lengths, from that.
+        accounts: of the clients.
 
     Raises:
         DeploymentError: unknown policy, or one whose forecasts no instance publishes.
@@ -76,10 +78,12 @@ class Cluster(Generic[R]):
             if control is not None:
                 self._stack.callback(control.close)
             self.instances[instance.name] = InstanceState(instance, options, control)
+        key = engine_key(options)
+        self.accounts = Accounts(options.accounts, checks_keys=key is not None)
         self.all = list(self.instances.values())
         self.decodes = [one for one in self.all if one.instance.role == "decode"]
         self._decide_by(deployment)
-        self.upstream = Upstream(options, engine_key(options))
+        self.upstream = Upstream(options, key)
         self._stack.push_async_callback(self.upstream.close)
         served = deployment.served_name
         self.prober = Prober(
@@ -107,9 +111,16 @@ class Cluster(Generic[R]):
                 budgets = PrefillBudgets(self.telemetry)
         clock = asyncio.get_running_loop().time
         order = deployed_order(deployment)
-        if order.needs_lengths:
-            seconds = deployment.proxy.pool_seconds
-            self.line = WaitingLine(order, self.decodes, self.forecasts, self.step, clock, seconds)
+        if order.needs_lengths or order.fairness:
+            self.line = WaitingLine(
+                order,
+                self.decodes,
+                self.forecasts,
+                self.step,
+                clock,
+                deployment.proxy.pool_seconds,
+                self.accounts,
+            )
         self.dispatcher = Dispatcher(
             self.placements,
             self.all,
@@ -121,6 +132,7 @@ class Cluster(Generic[R]):
             budgets,
             self.line,
             self._background_line(deployment, clock),
+            self.accounts,
         )
 
     def _background_line(
@@ -196,6 +208,7 @@ class Cluster(Generic[R]):
 
     def began(self, request: R) -> None:
         """Note a request that has just arrived."""
+        self.accounts.began(request)
         if self.forecasts is not None:
             self.forecasts.began(request)
 
@@ -204,6 +217,7 @@ class Cluster(Generic[R]):
 
         Background requests, which may be of another kind, say nothing of others.
         """
+        self.accounts.ended(request, by_itself)
         by_itself = by_itself and not request.background
         if self.forecasts is not None:
             self.forecasts.ended(request, by_itself)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, cast
 
@@ -12,6 +12,8 @@ import numpy as np
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.account import Account
+from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.background import Background, has_leftover
 from rescheduler.placement.guarded_policy import (
     GuardedPolicy,
@@ -31,6 +33,8 @@ __all__ = ["Dispatcher"]
 
 Instances = frozenset[InstanceState]
 
+_CHARGE_SECONDS = 0.1
+
 logger = logging.getLogger("headway.serve")
 
 
@@ -43,6 +47,7 @@ class Dispatcher(Generic[R]):
         budgets: of prompts that can be computed in time, if the policy goes by them.
         line: the order in which requests are served; as they come when None.
         background_line: that of background requests, which come after all others.
+        accounts: of the clients; a new table when None.
     """
 
     def __init__(
@@ -57,8 +62,10 @@ class Dispatcher(Generic[R]):
         budgets: PrefillBudgets | None = None,
         line: WaitingLine[R] | None = None,
         background_line: WaitingLine[R] | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
         self._line = line
+        self.accounts = accounts or Accounts(options.accounts)
         self._placements, self._policy, self._step = placements, policy, step
         self._prefills = [one for one in instances if one.instance.role == "prefill"]
         self._decodes = [one for one in instances if one.instance.role == "decode"]
@@ -79,8 +86,10 @@ class Dispatcher(Generic[R]):
             others_wait=lambda: bool(self._for_decode or self._for_prefill),
             with_room=self._with_leftover,
             placed=self._placed_on,
+            accounts=self.accounts,
         )
         self._dispatched = 0
+        self._outgrown_at = -math.inf
         self._round_due = self._undecided = self._unordered = False
         self._last_round = -math.inf
 
@@ -122,11 +131,12 @@ class Dispatcher(Generic[R]):
         """Background requests that wait for an instance."""
         return self._background.waiting
 
-    def admit(self) -> None:
-        """Refuse a new request when there is no room for it.
+    def admit(self, account: Account) -> None:
+        """Refuse a new request of an account when there is no room for it.
 
         Raises:
-            RequestRefusedError: 503 if no decode instance is in service, 429 if the pool is full.
+            RequestRefusedError: 503 if no decode instance is in service, 429 if the pool is full,
+                and the account has its share of it.
         """
         if not self.usable:
             now = self._clock()
@@ -135,20 +145,22 @@ class Dispatcher(Generic[R]):
                 503, "no decode instance is in service", retry_after=max(1, math.ceil(soonest))
             )
         waiting = len(self._for_decode) + len(self._for_prefill)
-        if waiting >= self._options.pool:
+        if waiting >= self._options.pool and not self.accounts.may_wait(
+            account, self._options.pool, [*self._for_decode, *self._for_prefill]
+        ):
             # A place becomes free about every token time; the pool is this many of them long.
             seconds = min(60, max(1, round(waiting * self._step.seconds)))
             raise RequestRefusedError(
                 429, f"{waiting} requests wait already; try again later", retry_after=seconds
             )
 
-    def admit_background(self) -> None:
-        """Refuse a new background request when there is no room for it.
+    def admit_background(self, account: Account) -> None:
+        """Refuse a new background request of an account when there is no room for it.
 
         Raises:
-            RequestRefusedError: 429 if too many wait.
+            RequestRefusedError: 429 if too many wait, and the account has its share of them.
         """
-        self._background.admit()
+        self._background.admit(account)
 
     async def take_prefill(self, request: R) -> InstanceState | None:
         """Wait for a place on a prefill instance; `wake` when the request has left it.
@@ -359,6 +371,7 @@ class Dispatcher(Generic[R]):
 
     def _place_on(self, request: R, instance: InstanceState, decision: Decision | None) -> None:
         self._dispatched += 1
+        self.accounts.placed(request, {one.account for one in self._for_decode})
         request.place(instance, decision)
         logger.debug(
             "request %s (%s), %d tokens: to %s",
@@ -369,6 +382,16 @@ class Dispatcher(Generic[R]):
         )
         if self._budgets is not None:
             self._budgets.spend(instance, request)
+
+    def _charge_outgrown(self) -> None:
+        """Charge accounts, a few times a second, with what outlives its forecast."""
+        now = self._clock()
+        if now - self._outgrown_at < _CHARGE_SECONDS:
+            return
+        self._outgrown_at = now
+        for instance in self._decodes:
+            for request in cast(Collection[R], self._placements.on(instance)):
+                self.accounts.outgrown(request)
 
     def _have_given_way(self) -> None:
         """Have a background request leave for one that has waited while others were placed."""
@@ -413,10 +436,12 @@ class Dispatcher(Generic[R]):
     def _in_order(self, waiting: list[R]) -> tuple[list[R], bool]:
         """Return requests in the order of service, and whether the first holds back the others."""
         try:
+            self._charge_outgrown()
             found = (waiting, False) if self._line is None else self._line.in_order(waiting)
             if not found[1]:
                 longest = self._options.pool_seconds / 3
-                found = promised_first(found[0], self._clock(), longest), False
+                first = promised_first(found[0], self.accounts, self._clock(), longest)
+                found = first, False
         except Exception:
             if not self._unordered:
                 logger.exception("no order by what is known; as they came instead")
@@ -465,6 +490,7 @@ class Dispatcher(Generic[R]):
                     continue  # others may go to instances without this model
                 loads[least] += 1
                 ahead += 1
+                self.accounts.placed(request, {one.account for one in self._for_prefill})
                 request.begin_prefill(least)
             del self._for_prefill[request]
             if not place.done():

@@ -3,11 +3,13 @@
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
+from rescheduler.placement.account import Account
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.tracing.span import Attribute
 
@@ -122,6 +124,10 @@ class Placeable(Counted):
         waiting_since: when it began to wait for a decode instance, likewise.
         finish_by: when it has been promised to finish, likewise; infinite without a promise.
         start_by: when it should start to keep the promise, likewise.
+        promised_level: probability with which it was to be kept.
+        account: whom it is for.
+        refused: an engine has refused it, as invalid or not allowed.
+        foreseen_tokens: that it was expected to generate when it was last ordered; 0 before.
     """
 
     id: str = ""
@@ -138,6 +144,10 @@ class Placeable(Counted):
     waiting_since: float = 0.0
     finish_by: float = inf
     start_by: float = inf
+    promised_level: float = 0.0
+    account: Account = field(default_factory=partial(Account, ""))
+    refused: bool = False
+    foreseen_tokens: float = 0.0
     _rests_until: float = 0.0
 
     def rests(self, now: float) -> bool:

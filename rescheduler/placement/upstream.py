@@ -195,7 +195,8 @@ class Upstream:
                 )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if not way.get("reused"):
-                    raise broken or error  # nobody listens any more: the first one tells why
+                    # Where nobody listens any more, what broke first tells why.
+                    raise broken or error from None
                 broken = error
 
     async def prefill(

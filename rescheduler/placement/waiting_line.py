@@ -7,7 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rescheduler.ordering import ServiceOrder
+from rescheduler.ordering.fairness import OUTPUT_WEIGHT, interleave, slack
 from rescheduler.ordering.line import Line, Room
+from rescheduler.placement.account import Account
+from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import R
@@ -15,21 +18,32 @@ from rescheduler.step_time.mean_step_time import MeanStepTime
 
 __all__ = ["WaitingLine", "promised_first"]
 
+_LEAST_LEVEL = 0.5
+"""Of a promise for which others wait: one that is likelier kept than broken."""
+_MOST_IN_LINE = 256
+"""Accounts between which a line is shared out; further ones share one."""
 _FRESH_SECONDS = 0.1
 """Until what is expected of a waiting request is asked anew: many decisions are made meanwhile."""
 
 
-def promised_first(requests: list[R], now: float, longest: float) -> list[R]:
+def promised_first(requests: list[R], accounts: Accounts, now: float, longest: float) -> list[R]:
     """Return requests with those first that must start now to finish as promised.
 
-    Of these the one with the earliest promise leads; one that is late already does not. The others
-    keep their order; once the first of them has waited ``longest`` seconds, every second place is
-    theirs, so that promises keep nobody out.
+    Of these the one with the earliest promise leads; one that is late already does not, nor one
+    that was as likely to be broken, nor what `Accounts.leading` leaves out. The others keep their
+    order; once the first of them has waited ``longest`` seconds, every second place is theirs, so
+    that promises keep nobody out.
     """
-    urgent = [one for one in requests if one.start_by <= now < one.finish_by]
+    urgent = [
+        one
+        for one in requests
+        if one.start_by <= now < one.finish_by and one.promised_level > _LEAST_LEVEL
+    ]
+    if urgent:
+        urgent.sort(key=lambda request: request.finish_by)
+        urgent = accounts.leading(urgent, requests)
     if not urgent:
         return requests
-    urgent.sort(key=lambda request: request.finish_by)
     chosen = set(urgent)
     others = [request for request in requests if request not in chosen]
     if not others or now - others[0].arrived < longest:
@@ -48,6 +62,7 @@ class WaitingLine(Generic[R]):
         forecasts: of remaining lengths; None if no engine publishes them, so that all requests
             are expected to be like those that ended lately.
         longest: seconds for which a request may wait; well before, it is overdue.
+        accounts: between which the line is shared out, as the order says; None: it is not.
     """
 
     def __init__(
@@ -58,8 +73,10 @@ class WaitingLine(Generic[R]):
         step: MeanStepTime,
         clock: Callable[[], float],
         longest: float,
+        accounts: Accounts | None = None,
     ) -> None:
         self._line, self._decodes = Line(order), decodes
+        self._fairness, self._accounts = order.fairness, accounts
         self._step, self._clock = step, clock
         self._learns = forecasts is None
         self._forecasts = forecasts or LiveForecasts(None)
@@ -83,10 +100,12 @@ class WaitingLine(Generic[R]):
         if n == 0:
             self._left.clear()
             return [], False
+        left = self._expected_left(requests)
+        context = np.fromiter((one.context_tokens for one in requests), np.float64, n)
         order, alone = self._line.put_in_order(
             waited=self._clock() - np.fromiter((one.arrived for one in requests), np.float64, n),
-            left=self._expected_left(requests),
-            context=np.fromiter((one.context_tokens for one in requests), np.float64, n),
+            left=left,
+            context=context,
             latest=self._latest,
             room=Room(
                 slots=float(min(one.slots for one in self._decodes)),
@@ -94,11 +113,46 @@ class WaitingLine(Generic[R]):
                 step_seconds=self._step.seconds,
             ),
         )
-        return [requests[i] for i in order], alone
+        first = order[0]
+        if self._fairness and self._accounts is not None:
+            self._share_out(self._accounts, requests, order, context + OUTPUT_WEIGHT * left)
+        return [requests[i] for i in order], alone and bool(order[0] == first)
+
+    def _share_out(
+        self,
+        accounts: Accounts,
+        requests: Sequence[R],
+        order: npt.NDArray[np.int64],
+        service: npt.NDArray[np.float64],
+    ) -> None:
+        """Rewrite an order so that no account gets ahead of another by too much."""
+        index: dict[Account, int] = {}
+        for request in requests:
+            index.setdefault(request.account, min(len(index), _MOST_IN_LINE - 1))
+        if len(index) == 1:
+            return
+        n, n_accounts = len(requests), min(len(index), _MOST_IN_LINE)
+        served = np.full(n_accounts, np.inf)
+        for account, a in index.items():
+            served[a] = min(served[a], account.served)
+        weight = np.fromiter((one.account.weight for one in requests), np.float64, n)
+        interleave(
+            order,
+            np.fromiter((index[one.account] for one in requests), np.int64, n),
+            served,
+            service / weight,
+            slack(self._fairness, accounts.mean_service),
+            np.zeros(n, dtype=np.int64),
+            np.zeros(n, dtype=np.int64),
+            np.zeros(n_accounts, dtype=np.int64),
+            n,
+        )
 
     def compile(self) -> None:
         """Order once, so that no request waits for a compiler."""
         self._line.compile()
+        one = np.zeros(1, dtype=np.int64)
+        interleave(one.copy(), one.copy(), np.zeros(1), np.zeros(1), 0.0, one, one, one, 1)
 
     def _expected_left(self, requests: Sequence[R]) -> npt.NDArray[np.float64]:
         """Return the tokens that requests are expected to generate, [n], at least 1."""
@@ -110,5 +164,16 @@ class WaitingLine(Generic[R]):
         if new:
             self._forecasts.refresh()
             means = np.maximum(self._forecasts.forecast(new).mean(), 1.0)
-            known.update(zip(new, means.tolist(), strict=True))
+            for request, left in zip(new, means.tolist(), strict=True):
+                if not request.generated_tokens:
+                    request.foreseen_tokens = left
+                known[request] = _corrected(request, left)
         return np.fromiter((known[one] for one in requests), np.float64, len(requests))
+
+
+def _corrected(request: R, left: float) -> float:
+    """Return a forecast, corrected by what those of its account were wrong by, at least 1."""
+    left *= request.account.correction
+    if request.max_tokens is not None:
+        left = min(left, request.max_tokens - request.generated_tokens)
+    return max(left, 1.0)

@@ -69,7 +69,9 @@ class FinishReports:
         )
         self.finish_times = FinishTimes(load, forecasts, clock, self._observed)
         levels = cluster.deployment.proxy.promise_levels
-        self._promises = Promises(self.finish_times, levels, clock, self._promise_came)
+        self._promises = Promises(
+            self.finish_times, levels, clock, self._promise_came, cluster.accounts.strictness
+        )
         metrics.add(AheadMetrics(self.finish_times.load, cluster.decodes))
         # From 0 on, as the proxy's other counters.
         for of, kinds in (("start", KINDS[:2]), ("finish", KINDS)):

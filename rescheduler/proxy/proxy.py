@@ -12,6 +12,7 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.finish_times.load_ahead import compile_load_ahead
 from rescheduler.openai.engine_body import EngineBodies
 from rescheduler.openai.openai_request import ClientRequest
+from rescheduler.placement.account import Account
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
@@ -108,9 +109,13 @@ class Proxy:
             await self._tracer.close()
 
     def new_request(
-        self, client: ClientRequest, name: str | None, headers: dict[str, str]
+        self,
+        client: ClientRequest,
+        name: str | None,
+        headers: dict[str, str],
+        account: Account | None = None,
     ) -> LiveRequest:
-        """Return a request that has just arrived.
+        """Return a request that has just arrived, for an account; None: for one of its own.
 
         Without a tokenizer it is handed through: nobody could go on with its text. So is one with
         tools where the state of a parser would be lost.
@@ -134,6 +139,8 @@ class Proxy:
             id, name, client, headers, now, self._tokenizer, self.cluster.placements
         )
         request.trace, request.background = trace, client.background
+        if account is not None:
+            request.account = account
         if self._expected is not None:
             request.expected_tokens = self._expected(client)
         self.cluster.began(request)

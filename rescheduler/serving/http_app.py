@@ -24,6 +24,7 @@ from rescheduler.openai.openai_request import (
     RequestRefusedError,
 )
 from rescheduler.openai.request_reader import read_forwarded, read_request
+from rescheduler.placement.account import Account
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.served_models import MODELS, differing_models, merged_models
 from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
@@ -158,9 +159,11 @@ class _Endpoints:
         try:
             if self._proxy.cutting:
                 raise RequestRefusedError(503, "the service is shutting down", retry_after=1)
-            self._proxy.cluster.dispatcher.admit()
             peer = http.transport.get_extra_info("peername") if http.transport else None
-            with self._memory.kept(client_of(peer), http.content_length) as kept:
+            address = client_of(peer)
+            account = self._proxy.cluster.accounts.of(address, http.headers)
+            self._proxy.cluster.dispatcher.admit(account)
+            with self._memory.kept(address, http.content_length) as kept:
                 raw = await read_body(http, kept, self._options)
                 if http.content_type.lower() != "application/json":
                     message = "the Content-Type of a body must be application/json"
@@ -168,16 +171,19 @@ class _Endpoints:
                 read = read_forwarded if path in FORWARDED else read_request
                 client = read(path, raw, self._options.forward_priority, self._ranks)
                 if client.background:
-                    self._proxy.cluster.dispatcher.admit_background()
-                return await self._answered(http, client)
+                    self._proxy.cluster.dispatcher.admit_background(account)
+                return await self._answered(http, client, account)
         except RequestRefusedError as error:
             self._proxy.metrics.requests.labels(path, _refused(error)).inc()
             raise
 
-    async def _answered(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
+    async def _answered(
+        self, http: web.Request, client: ClientRequest, account: Account
+    ) -> web.StreamResponse:
         name = given_name(http.headers.get("X-Request-Id"), client)
         headers = {key: http.headers[key] for key in _PASSED_ON if key in http.headers}
-        request, reports = self._proxy.new_request(client, name, headers), self._proxy.reports
+        request = self._proxy.new_request(client, name, headers, account)
+        reports = self._proxy.reports
         client = request.client
         told = dict if reports is None else partial(reports.headers, request)
         headers = {"X-Request-Id": request.name}
@@ -238,6 +244,9 @@ class _Endpoints:
                     return await answer.finish(), "ok"
                 return await self._proxy.pass_through.run(request, answer), "ok"
         except EngineRefusedError as error:
+            request.refused = True
+            if error.status in (401, 403):
+                self._proxy.cluster.accounts.refused_key()
             return await answer.fail(error.status, error.body), "refused"
         except RequestRefusedError as error:
             failed = await answer.fail(error.status, error.body, error.retry_after)

@@ -23,6 +23,7 @@ from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.openai.request_reader import read_request
+from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome, Placeable
@@ -81,6 +82,7 @@ class Proxy:
             OPTIONS,
             step,
             model.clock,
+            Accounts(OPTIONS.accounts),
         )
 
     def carry_out(self, request: LiveRequest, target: InstanceState, why: str) -> None:

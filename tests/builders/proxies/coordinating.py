@@ -11,6 +11,7 @@ from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Shared
 from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import Placements
@@ -55,14 +56,18 @@ def shared_by_sessions(
     """What sessions have in common; failures that proxies report count for nothing."""
     placements, step, settled = Placements[Mirror](), MeanStepTime(), asyncio.Event()
     settled.set()
+    accounts = Accounts(options.accounts)
     cluster: Any = SimpleNamespace(
         all=instances,
         placements=placements,
-        dispatcher=Dispatcher(placements, instances, JSQLoad(), options, step, clock),
+        dispatcher=Dispatcher(
+            placements, instances, JSQLoad(), options, step, clock, accounts=accounts
+        ),
+        accounts=accounts,
         step=step,
         background=background,
-        began=lambda request: None,
-        ended=lambda request, by_itself: None,
+        began=accounts.began,
+        ended=accounts.ended,
         may_leave=lambda instance: False,
     )
     pools = FairPool(options.pool), FairPool(options.pool)

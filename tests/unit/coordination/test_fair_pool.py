@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.coordinator.fair_pool import FairPool
+from rescheduler.placement.account import Account
 
 STEPS = st.lists(
     st.tuples(st.integers(0, 4), st.sampled_from(["come", "come", "go", "give up"])), max_size=60
@@ -21,13 +22,14 @@ async def turns() -> None:
 class Waiting:
     """A request that waits, inside or before the pool, until it goes."""
 
-    def __init__(self, pool: FairPool, proxy: int) -> None:
+    def __init__(self, pool: FairPool, proxy: int, account: Account | None = None) -> None:
         self.proxy, self.inside = proxy, False
+        self.account = account or Account(str(proxy))
         self.goes = asyncio.Event()
         self.task = asyncio.create_task(self._wait(pool))
 
     async def _wait(self, pool: FairPool) -> None:
-        async with pool.waiting(self.proxy):
+        async with pool.waiting(self.proxy, self.account):
             self.inside = True
             await self.goes.wait()
 
@@ -71,3 +73,21 @@ def check(all_of_them: list[Waiting], size: int, pool: FairPool) -> None:
         assert pool.below_share(proxy) == (inside[proxy] + outside[proxy] < share)
         own = [one.inside for one in all_of_them if one.proxy == proxy]
         assert own == sorted(own, reverse=True), "one overtakes another"
+
+
+def test_of_one_proxys_accounts_that_with_the_fewest_inside_comes_in_first() -> None:
+    async def play() -> None:
+        pool, flood, other = FairPool(2), Account("flood"), Account("other")
+        flooding = [Waiting(pool, 1, flood) for _ in range(6)]
+        await turns()
+        honest = Waiting(pool, 1, other)
+        await turns()
+        assert [one.inside for one in flooding] == [True] * 2 + [False] * 4 and not honest.inside
+        flooding[0].goes.set()
+        await turns()
+        assert honest.inside
+        for one in [*flooding, honest]:
+            one.task.cancel()
+        await asyncio.gather(*(one.task for one in [*flooding, honest]), return_exceptions=True)
+
+    asyncio.run(play())

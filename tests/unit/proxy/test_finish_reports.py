@@ -14,8 +14,10 @@ from live_requests import live_request
 from scripted_cluster import PROMPT, Cluster, cluster
 from tokenizers import Tokenizer
 
+from rescheduler.engines.deployment import AccountOptions
 from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError
 from rescheduler.openai.request_reader import read_request
+from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.waiting_line import promised_first
 
 ASKED = {"model": "m", "prompt": PROMPT, "max_tokens": 20, "stream": True}
@@ -208,17 +210,32 @@ async def test_a_promise_is_left_where_its_client_leaves(tokenizer: Tokenizer) -
 
 def test_promised_requests_start_when_they_must(tokenizer: Tokenizer) -> None:
     requests = [live_request(str(i), tokenizer) for i in range(4)]
+    accounts = Accounts(AccountOptions())
     for i, (start, finish) in {1: (50.0, 90.0), 3: (40.0, 80.0)}.items():
         requests[i].start_by, requests[i].finish_by = start, finish
+        requests[i].promised_level = 0.9
 
     def order(now: float, longest: float = 1e6) -> list[str]:
-        return [one.id for one in promised_first(requests, now, longest)]
+        return [one.id for one in promised_first(requests, accounts, now, longest)]
 
     assert order(30.0) == ["0", "1", "2", "3"]
     assert order(45.0) == ["3", "0", "1", "2"]
     assert order(60.0) == ["3", "1", "0", "2"]
     assert order(85.0) == ["1", "0", "2", "3"], "what is late already leads nobody"
     assert order(60.0, longest=10.0) == ["0", "3", "2", "1"], "promises keep nobody out"
+    requests[3].promised_level = 0.001
+    assert order(60.0) == ["1", "0", "2", "3"], "it was as good as broken when it was given"
+    requests[1].account.settle(requests[1], 5000.0)
+    assert order(60.0) == ["0", "1", "2", "3"], "its account is ahead of all others"
+
+
+def test_an_account_that_breaks_its_promises_is_led_by_them_no_more(tokenizer: Tokenizer) -> None:
+    requests = [live_request(str(i), tokenizer) for i in range(2)]
+    requests[1].start_by, requests[1].finish_by, requests[1].promised_level = 0.0, 90.0, 0.9
+    accounts = Accounts(AccountOptions())
+    assert promised_first(requests, accounts, 10.0, 1e6) == requests[::-1]
+    requests[1].account.strictness[0.9] = 1.5
+    assert promised_first(requests, accounts, 10.0, 1e6) == requests
 
 
 async def test_a_burst_is_not_promised_as_if_each_were_alone(tokenizer: Tokenizer) -> None:

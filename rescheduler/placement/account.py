@@ -1,0 +1,86 @@
+"""What is kept of one client: what it has had, and what its claims were worth."""
+
+from collections.abc import Hashable
+from math import exp, log
+
+__all__ = ["Account"]
+
+_KEPT = 0.95
+"""Of what was learnt, with each request that ends: about the last twenty count."""
+_PRIOR = 4.0
+"""Requests without an error in their forecast that an account begins with."""
+_LEAST, _MOST = 0.5, 64.0
+
+
+class Account:
+    """Whoever requests are for, and what they have had, in prompt tokens over its weight.
+
+    Attributes:
+        name: of the account: an address, a header's value, or the digest of a key.
+        weight: its share, relative to that of others.
+        unfinished: requests that have arrived and not ended.
+        strictness: of its promises, by their level.
+    """
+
+    __slots__ = (
+        "_error",
+        "_errors",
+        "_held",
+        "_settled",
+        "_takes",
+        "name",
+        "strictness",
+        "unfinished",
+        "weight",
+    )
+
+    def __init__(self, name: str, weight: float = 1.0) -> None:
+        self.name, self.weight = name, weight
+        self.unfinished = 0
+        self.strictness: dict[float, float] = {}
+        self._settled = self._held = 0.0
+        self._takes: dict[Hashable, float] = {}
+        self._error = self._errors = 0.0
+
+    @property
+    def served(self) -> float:
+        """Virtual service so far, with what its requests that run are expected to take."""
+        return self._settled + self._held / self.weight
+
+    def lift(self, virtual_time: float) -> None:
+        """Begin again after a pause: what it did not use meanwhile is nobody's debt."""
+        self._settled = max(self._settled, virtual_time)
+
+    def takes(self, request: Hashable, service: float) -> None:
+        """Charge a request that has a place with what it takes, as far as that is known."""
+        self._held += service - self._takes.get(request, 0.0)
+        self._takes[request] = service
+
+    def taking(self, request: Hashable) -> float | None:
+        """Return what a request has been charged with; None if it has had no place."""
+        return self._takes.get(request)
+
+    def settle(self, request: Hashable, service: float) -> None:
+        """Charge a request that has ended with what it took."""
+        self._held -= self._takes.pop(request, 0.0)
+        if not self._takes:
+            self._held = 0.0  # sums of floats drift
+        self._settled += service / self.weight
+
+    @property
+    def correction(self) -> float:
+        r"""By which a forecast of its next request's length is multiplied.
+
+        .. math:: \exp\Big(\sum_i \kappa^i \ln \frac{o_i}{\hat o_i} \Big/
+            \big(4 + \sum_i \kappa^i\big)\Big)
+
+        over its requests that have ended, the latest first, with κ = 0.95, within [1/2, 64].
+        """
+        return min(max(exp(self._error / (_PRIOR + self._errors)), _LEAST), _MOST)
+
+    def learn(self, expected: float, generated: int, by_itself: bool) -> None:
+        """Learn from a request's length; one that was cut short tells that it was no shorter."""
+        error = log(max(generated, 1) / max(expected, 1.0))
+        if by_itself or error > 0.0:
+            self._error = _KEPT * self._error + error
+            self._errors = _KEPT * self._errors + 1.0
