@@ -256,7 +256,14 @@ class Link:
             if notice.refused is not None:
                 logger.error("the coordinator refuses this proxy: %s", notice.refused)
         for answer in notice.answers:
-            self._answered(answer)
+            try:
+                self._answered(answer)
+            except Exception:
+                logger.exception("an answer of the coordinator cannot be followed")
+                ask = self._asks.get(answer.ticket)
+                if ask is not None and not ask.place.done():
+                    failed = RequestRefusedError(500, "the proxy failed; see its log")
+                    ask.place.set_exception(failed)
         for order in notice.moves:
             self._ordered(order)
         if view is not None:
@@ -302,7 +309,7 @@ class Link:
         ended, self._ended = self._ended[:MOST_REQUESTS], self._ended[MOST_REQUESTS:]
         moves, self._moves = self._moves[:MOST_REQUESTS], self._moves[MOST_REQUESTS:]
         failures = self._failures[-MOST_FAILURES:]  # of many, the latest count
-        records = [self._record(request) for request in changed if request in self._requests]
+        records = self._records([one for one in changed if one in self._requests])
         grown = self._grown() if beat and not whole else ([], [])
         step = self._step.seconds if self._step.known else 0.0
         self._sent += 1
@@ -351,6 +358,16 @@ class Link:
                     handles.append(handle)
                     tokens.append(generated)
         return handles, tokens
+
+    def _records(self, requests: Sequence[LiveRequest]) -> list[Record]:
+        """Return the requests as they are; one that cannot be reported is left out."""
+        records = []
+        for request in requests:
+            try:
+                records.append(self._record(request))
+            except Exception:
+                logger.exception("request %s cannot be reported to the coordinator", request.id)
+        return records
 
     def _record(self, request: LiveRequest) -> Record:
         ticket = self._asking.get(request, 0)

@@ -1,8 +1,10 @@
 """The coordinator's end of its conversation with one proxy, without the socket."""
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +37,8 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import MoveOutcome
 
 __all__ = ["Session", "Shared"]
+
+logger = logging.getLogger("headway.serve")
 
 _REST_SECONDS = 5.0
 _SLICE = 256  # requests that are looked at in one turn of the event loop
@@ -131,7 +135,8 @@ class Session:
         for i, record in enumerate(report.records):
             if not await self._goes_on(i):
                 return
-            self._take(record, here, report.whole)
+            with self._alone(record.handle):
+                self._take(record, here, report.whole)
         self._take_tokens(report)
         for failure in report.failures:
             if not 0 <= failure.instance < len(self._instances):
@@ -142,10 +147,24 @@ class Session:
         for i, ended in enumerate(report.ended):
             if not await self._goes_on(i):
                 return
-            self._end(ended)
+            with self._alone(ended.handle):
+                self._end(ended)
         self._settle_orders(here)
         if report.records or report.ended:
             self._cluster.dispatcher.wake()
+
+    @contextmanager
+    def _alone(self, handle: int) -> Iterator[None]:
+        """Forget a request where the body fails over it, and go on with the others."""
+        try:
+            yield
+        except CoordinationError:
+            raise
+        except Exception:
+            logger.exception("%s: a request cannot be followed", self)
+            mirror = self.mirrors.get(handle)
+            if mirror is not None:
+                self._forget(mirror, by_itself=False)
 
     async def close(self) -> None:
         """Forget the proxy and all of its requests: it is gone."""

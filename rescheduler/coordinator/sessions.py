@@ -103,7 +103,11 @@ class Sessions:
             if self._shared.settled.is_set():
                 view = await self._view()
         for session in list(self.by_name.values()):
-            notice = session.notice(view) if session.peer is not None else None
+            try:
+                notice = session.notice(view) if session.peer is not None else None
+            except Exception:
+                logger.exception("%s: what there is to say cannot be said", session)
+                continue
             if notice is not None:
                 yield session, notice
 

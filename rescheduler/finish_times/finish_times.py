@@ -1,5 +1,6 @@
 """When each request will start and finish, and how well that came true."""
 
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable
 
 __all__ = ["KINDS", "Expected", "FinishTimes", "Observed"]
+
+logger = logging.getLogger("headway.serve")
 
 _LEVELS = (0.1, 0.5, 0.9)
 KINDS = ("arriving", "queued", "first_token", "running")
@@ -221,7 +224,12 @@ class FinishTimes:
             followed = self._followed[request]
             followed.sampled += 1
             if self._random.random() * followed.sampled < 1.0:
-                self._follow("later" if has_started(request) else "waiting", request)
+                try:
+                    self._follow("later" if has_started(request) else "waiting", request)
+                except Exception:
+                    logger.exception("request %s is not followed any more", request.id)
+                    for forecast in self._followed.pop(request).forecasts.values():
+                        self._drop(forecast)
 
     def _follow(self, when: str, request: Placeable) -> Expected | None:
         """Forecast a request, to be compared with what comes."""

@@ -5,7 +5,7 @@ import re
 import msgspec
 
 from rescheduler.gateway.messages import Head
-from rescheduler.openai.openai_request import CHAT, COMPLETIONS
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, MOST_TOKENS
 from rescheduler.openai.openai_stream import DONE, Chunk, read_chunk
 
 __all__ = ["EngineAnswer", "EventStream", "TokenCount"]
@@ -45,7 +45,6 @@ class EventStream:
 
 # In JSON a quote inside a string is escaped, so that this finds keys only.
 _COUNTED = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
-_MOST = 10**9
 _TAIL = 4 << 10
 """Bytes at the end of an answer, in which it says how many tokens it has."""
 
@@ -81,7 +80,7 @@ class TokenCount:
         """Take what an answer says of itself at its end."""
         found = _COUNTED.findall(self._tail)
         if found:
-            self.tokens = max(self.tokens, int(found[-1]))
+            self.tokens = max(self.tokens, min(int(found[-1]), MOST_TOKENS))
 
     def _count(self, event: bytes) -> None:
         name, payload = _fields(event)
@@ -96,7 +95,7 @@ class TokenCount:
             return
         self.tokens += _tokens(chunk)
         said = (chunk.usage or {}).get("completion_tokens")
-        if isinstance(said, int) and self.tokens < said <= _MOST:
+        if isinstance(said, int) and self.tokens < said <= MOST_TOKENS:
             self.tokens = said
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "FORWARDED",
     "LONGEST_MODEL",
     "MESSAGES",
+    "MOST_TOKENS",
     "NOT_SERVED",
     "UNREADABLE",
     "ClientRequest",
@@ -98,6 +99,9 @@ _KINDS = {
 }
 
 
+MOST_TOKENS = 1 << 24
+"""Of a prompt, or of an answer: no model's context holds as many."""
+
 UNREADABLE = "Bad Request"
 """The type that vLLM gives the error of a body that is no JSON object."""
 
@@ -127,8 +131,9 @@ class ClientRequest:
         stream_interval: tokens between two chunks of its stream.
         include_usage: the stream ends with a chunk of token counts.
         keeps_token_ids: the client wants to see token ids.
-        max_tokens: most tokens it may generate; None: as many as the model's context holds.
-        min_tokens: fewest tokens.
+        max_tokens: most tokens it may generate, at least 1 and at most `MOST_TOKENS`; None: as
+            many as the model's context holds.
+        min_tokens: fewest tokens, likewise bounded.
         stop: strings that end it.
         include_stop: whether such a string is shown.
         skip_special_tokens: whether special tokens are left out of the text.

@@ -16,6 +16,7 @@ from msgspec import Raw
 from rescheduler.openai.openai_request import (
     CHAT,
     LONGEST_MODEL,
+    MOST_TOKENS,
     UNREADABLE,
     ClientRequest,
     RequestRefusedError,
@@ -176,6 +177,7 @@ def read_request(
         maximum = read.max_completion_tokens
     elif not chat and "max_tokens" not in body:  # null: as many as the context holds
         maximum = _DEFAULT_MAX_TOKENS
+    maximum = _bounded(read, maximum)
     options = read.stream_options
     return ClientRequest(
         path=path,
@@ -188,7 +190,7 @@ def read_request(
         include_usage=not read.stream or bool(options and options.include_usage),
         keeps_token_ids=bool(read.return_token_ids),
         max_tokens=maximum,
-        min_tokens=read.min_tokens or 0,
+        min_tokens=min(read.min_tokens or 0, MOST_TOKENS),
         stop=tuple(filter(None, [read.stop] if isinstance(read.stop, str) else read.stop or ())),
         include_stop=bool(read.include_stop_str_in_output),
         skip_special_tokens=read.skip_special_tokens is not False,
@@ -236,10 +238,36 @@ def read_forwarded(
         request_id=read.request_id,
         model=_model(read, unread),
         stream=bool(read.stream),
-        max_tokens=read.max_output_tokens or read.max_tokens,
+        max_tokens=_if_positive(read.max_output_tokens or read.max_tokens),
         tier=tier,
         direct="path",
     )
+
+
+def _bounded(read: _Read, maximum: int | None) -> int | None:
+    """Return how many tokens a request may generate, as far as the proxy reckons with it.
+
+    A larger number than any model's context is the engine's to judge, which cuts it.
+
+    Raises:
+        RequestRefusedError: 400, too few answers or tokens, in vLLM's words.
+    """
+    if read.n is not None and read.n < 1:
+        raise RequestRefusedError(400, f"n must be at least 1, got {read.n}.")
+    if read.min_tokens is not None and read.min_tokens < 0:
+        message = f"min_tokens must be greater than or equal to 0, got {read.min_tokens}."
+        raise RequestRefusedError(400, message)
+    if maximum == 0 and read.echo:
+        return 1  # as vLLM reckons with one that only wants its prompt
+    if maximum is not None and maximum < 1:
+        message = f"max_tokens must be at least 1, got {maximum}."
+        raise RequestRefusedError(400, message, "max_tokens")
+    return _if_positive(maximum)
+
+
+def _if_positive(tokens: int | None) -> int | None:
+    """Return a number of tokens within what a model can generate; None where it is none."""
+    return None if tokens is None or tokens < 1 else min(tokens, MOST_TOKENS)
 
 
 def _promise(body: dict[str, Raw]) -> _Promise:

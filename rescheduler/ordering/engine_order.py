@@ -5,6 +5,7 @@ For engines that are served without a proxy, or that are given more requests tha
 
 import logging
 import time
+from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -101,7 +102,9 @@ class EngineOrder(SchedulerPart):
         """Learn from a request that has ended by itself."""
         self._expected.pop(request.request_id, None)
         if ended_by_itself(request):
-            self._mean += _MEAN_WEIGHT * (request.num_output_tokens - self._mean)
+            more = request.num_output_tokens - self._mean
+            cut = str(request.get_finished_reason()) == "length"  # it would have gone on
+            self._mean += _MEAN_WEIGHT * (max(0.0, more) if cut else more)
             self._line.ended(max(0.0, time.time() - request.arrival_time))
 
     def _order(self) -> None:
@@ -142,10 +145,22 @@ class EngineOrder(SchedulerPart):
         ][:_FORECAST_AT_ONCE]
         if not new:
             return
-        forecast = prompts.forecast(
-            [one.prompt or [] for one in new],
-            [one.temperature for one in new],
-            [min(one.left, prompts.longest) for one in new],
-        )
-        names = [one.request.request_id for one in new]
-        self._expected.update(zip(names, forecast.mean().tolist(), strict=True))
+        try:
+            self._expected.update(_expected(prompts, new))
+        except Exception:  # one of them: it is expected to be like the others
+            logger.exception("a prompt cannot be forecast")
+            for one in new:
+                self._expected[one.request.request_id] = self._mean
+                with suppress(Exception):
+                    self._expected.update(_expected(prompts, [one]))
+
+
+def _expected(prompts: PromptPredictor, queue: list[QueuedRequest]) -> dict[str, float]:
+    """Return the tokens that requests are expected to generate by their prompts."""
+    forecast = prompts.forecast(
+        [one.prompt or [] for one in queue],
+        [one.temperature for one in queue],
+        [min(one.left, prompts.longest) for one in queue],
+    )
+    names = [one.request.request_id for one in queue]
+    return dict(zip(names, forecast.mean().tolist(), strict=True))

@@ -16,7 +16,7 @@ from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import Counted, Placeable, PlacedRequests, R
-from rescheduler.placement.waiting_line import WaitingLine
+from rescheduler.placement.waiting_line import WaitingLine, taken_out
 
 __all__ = ["Background", "has_leftover"]
 
@@ -113,7 +113,7 @@ class Background(Generic[R]):
         self._due, self._looked = inf, -inf
         self._latest: dict[InstanceState, tuple[R, float]] = {}  # until it has begun
         self._rests_until: dict[InstanceState, float] = {}
-        self._failed = False
+        self._failed = self._unordered = False
 
     @property
     def waiting(self) -> int:
@@ -189,8 +189,12 @@ class Background(Generic[R]):
 
     def _give_decode_places(self) -> None:
         while not self._others_wait() and (request := self._first(self.for_decode)) is not None:
-            instances = self._with_room(request)
-            instance = self._placed(request, instances) if instances else None
+            instance: InstanceState | None = None
+            with taken_out(request, self.for_decode):
+                instances = self._with_room(request)
+                instance = self._placed(request, instances) if instances else None
+            if request not in self.for_decode:
+                continue
             if instance is None:
                 return
             self._latest[instance] = request, self._clock()
@@ -208,14 +212,20 @@ class Background(Generic[R]):
                 one for one in available if not self._placements.on(one) and not self.rests(one)
             ]
             # What has been prefilled occupies its prefill instance until it is placed.
-            if not idle or self.for_decode or not self._with_room(request):
-                return
-            self._latest[idle[0]] = request, self._clock()
-            request.begin_prefill(idle[0])
-            self.for_prefill.pop(request).set_result(idle[0])
+            with taken_out(request, self.for_prefill):
+                if not idle or self.for_decode or not self._with_room(request):
+                    return
+                request.begin_prefill(idle[0])
+                self._latest[idle[0]] = request, self._clock()
+                self.for_prefill.pop(request).set_result(idle[0])
 
     def _first(self, pool: dict[R, asyncio.Future[P]]) -> R | None:
         waiting = [request for request, place in pool.items() if not place.done()]
         if self._line is not None and len(waiting) > 1:
-            waiting = self._line.in_order(waiting)[0]
+            try:
+                waiting = self._line.in_order(waiting)[0]
+            except Exception:
+                if not self._unordered:
+                    logger.exception("no order of background requests; as they came instead")
+                self._unordered = True
         return waiting[0] if waiting else None

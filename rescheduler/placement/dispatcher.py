@@ -24,7 +24,7 @@ from rescheduler.placement.guarded_policy import (
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Counted, Decision, PlacedRequests, R
-from rescheduler.placement.waiting_line import WaitingLine, promised_first
+from rescheduler.placement.waiting_line import WaitingLine, promised_first, taken_out
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.step_time.mean_step_time import MeanStepTime
@@ -180,8 +180,9 @@ class Dispatcher(Generic[R]):
             async with asyncio.timeout(self._longest_wait(request)):
                 return await place
         except BaseException as error:
-            if place.done() and not place.cancelled() and place.result() is not None:
-                request.prefill_failed()  # granted in the very same moment
+            granted = place.done() and not place.cancelled() and place.exception() is None
+            if granted and place.result() is not None:
+                request.prefill_failed()  # in the very same moment
             pool.pop(request, None)
             if isinstance(error, TimeoutError):
                 raise self._too_long("prefill") from error
@@ -358,8 +359,9 @@ class Dispatcher(Generic[R]):
             del waiting[1:]
         for request, instance, decision in self._chosen(waiting, self._decides, self.usable):
             if instance is not None:
-                self._place_on(request, instance, decision)
-                self._for_decode.pop(request).set_result(instance)
+                with taken_out(request, self._for_decode):
+                    self._place_on(request, instance, decision)
+                    self._for_decode.pop(request).set_result(instance)
         self._refuse_too_large(self._for_decode)
         self._refuse_too_large(self._background.for_decode)
         placed = again is not None and again not in self._for_decode
@@ -490,11 +492,13 @@ class Dispatcher(Generic[R]):
                     continue  # others may go to instances without this model
                 loads[least] += 1
                 ahead += 1
-                self.accounts.placed(request, {one.account for one in self._for_prefill})
-                request.begin_prefill(least)
-            del self._for_prefill[request]
-            if not place.done():
-                place.set_result(least if having else None)
+            with taken_out(request, self._for_prefill):
+                if having and not place.done():
+                    self.accounts.placed(request, {one.account for one in self._for_prefill})
+                    request.begin_prefill(least)
+                del self._for_prefill[request]
+                if not place.done():
+                    place.set_result(least if having else None)
 
     def _fits(self, request: R, instance: InstanceState) -> bool:
         """Return whether a prompt fits beside what is kept for requests that wait, when last asked.

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.forecasts.forecast import SurvivalForecast
+from rescheduler.openai.openai_request import MOST_TOKENS
 from rescheduler.placement.placeable import Counted, Placeable
 from rescheduler.telemetry.forecast_batch import SURVIVAL_SCALE, ForecastBatch
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
@@ -93,7 +94,7 @@ logger = logging.getLogger("headway.serve")
 _FIRST_MEAN = 256.0
 _WEIGHT = 0.02  # of a newly finished request in the mean length
 _KEPT = 50_000
-_MOST_TOKENS = 2**40  # a client may ask for a number that no float holds
+_MOST_FAILED = 100
 _GRID = (0, *(2**i for i in range(17)))  # until an engine has published its own
 
 
@@ -134,9 +135,7 @@ class LiveForecasts:
             try:
                 self._take(batch)
             except Exception:
-                if batch.instance not in self._failed:
-                    logger.exception("%s: its forecasts cannot be used", batch.instance)
-                self._failed.add(batch.instance)
+                self._note_failed(batch.instance, "its forecasts cannot be used")
         tables, grids = self._tables, set(self._grids.values())
         for edges in [edges for edges, table in tables.items() if not table or edges not in grids]:
             del tables[edges]  # of a replaced predictor
@@ -151,7 +150,10 @@ class LiveForecasts:
         self._running[request.external_id] = request
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
-        """Forget a request, and learn its length if it ended by itself."""
+        """Forget a request, and learn its length if it ended by itself.
+
+        One that its ``max_tokens`` cut only says that answers are at least as long.
+        """
         if self._running.get(request.external_id) is request:
             del self._running[request.external_id]
         if self._telemetry is not None:  # else no forecast is on its way
@@ -160,7 +162,8 @@ class LiveForecasts:
                 self._ended.popitem(last=False)
             self._drop(request.external_id)
         if by_itself and request.generated_tokens:  # else it had none to generate, or none counts
-            self._mean_length += _WEIGHT * (request.generated_tokens - self._mean_length)
+            more = request.generated_tokens - self._mean_length
+            self._mean_length += _WEIGHT * (max(0.0, more) if request.was_cut else more)
 
     def has(self, name: str) -> bool:
         """Return whether an engine has made a forecast of the request that it calls so."""
@@ -188,13 +191,28 @@ class LiveForecasts:
             unknown &= ~known
         means = np.full(n, max(1.0, self._mean_length))
         for i in np.flatnonzero(unknown).tolist():
-            request = requests[i]
-            if request.max_tokens is not None:
-                left[i] = max(1, min(request.max_tokens, _MOST_TOKENS) - request.generated_tokens)
-            if request.expected_tokens is not None:
-                means[i] = _uncut(request.expected_tokens, request.max_tokens)
+            try:
+                left[i], means[i] = self._before_any(requests[i], means[i])
+            except Exception:  # no request may end the forecasts of all
+                self._note_failed(names[i], "its length cannot be forecast")
         survival[unknown] = np.exp(-edges / means[unknown, None])
         return SurvivalForecast(edges, survival, age, left)  # checked when it was received
+
+    def _before_any(self, request: Counted, mean: float) -> tuple[float, float]:
+        """Return the tokens left and the mean of a request that no engine has forecast."""
+        most, left = request.max_tokens, np.inf
+        if most is not None:
+            left = max(1, min(most, MOST_TOKENS) - request.generated_tokens)
+        if request.expected_tokens is not None:
+            mean = _uncut(request.expected_tokens, most)
+        return left, mean
+
+    def _note_failed(self, name: str, what: str) -> None:
+        if name not in self._failed:
+            logger.exception("%s: %s", name, what)
+            if len(self._failed) >= _MOST_FAILED:
+                self._failed.clear()
+            self._failed.add(name)
 
     def _take(self, batch: ForecastBatch) -> None:
         """Keep the forecasts of a batch that are newer than what is known of their requests.
@@ -217,7 +235,8 @@ class LiveForecasts:
             request = self._running.get(batch.names[i])
             if request is not None and own[i] and not request.movable:
                 prompt = int(batch.prompt_tokens[i])
-                request.reported(prompt, int(batch.context[i]) - prompt)
+                generated = int(batch.context[i]) - prompt
+                request.reported(min(prompt, MOST_TOKENS), min(generated, MOST_TOKENS))
             self._made(batch.names[i], batch.instance)
         self._grids[batch.instance] = batch.edges
         if batch.edges not in self._tables:
@@ -251,9 +270,10 @@ def _uncut(expected: int, most: int | None) -> float:
 
     .. math:: m \,(1 - e^{-L / m}) = \bar r
     """
-    low, high = float(max(1, expected)), float(_MOST_TOKENS)
+    low, high = float(max(1, min(expected, MOST_TOKENS))), float(MOST_TOKENS)
     if most is None:
         return low
+    most = max(1, most)
     while high / low > 1.01:
         m = sqrt(low * high)
         low, high = (low, m) if -m * expm1(-most / m) > expected else (m, high)

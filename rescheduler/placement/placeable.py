@@ -100,6 +100,11 @@ class Counted:
         return self.prompt_tokens + self.generated_tokens
 
     @property
+    def was_cut(self) -> bool:
+        """Whether its ``max_tokens`` ends it: its answer would have been longer."""
+        return self.max_tokens is not None and self.generated_tokens >= self.max_tokens
+
+    @property
     def can_move(self) -> bool:
         """Whether it can be moved right now."""
         return False

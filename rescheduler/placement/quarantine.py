@@ -114,17 +114,27 @@ class Quarantine:
         for request, place in self._line.items():
             if place.instance.done():
                 continue
-            if request.model not in usable:
-                usable[request.model] = self._usable(request)
-            free = self._free(request, usable[request.model])
-            if free is not None:
-                self._suspects[free] = request
-                place.instance.set_result(free)
-            elif usable[request.model]:
-                place.since = now
-            elif place.seconds is not None and now - place.since > place.seconds:
-                message = f"no decode instance was in service for {place.seconds:g} s"
-                place.instance.set_exception(RequestRefusedError(503, message, retry_after=5))
+            try:
+                if request.model not in usable:
+                    usable[request.model] = self._usable(request)
+                self._give_place(request, place, usable[request.model], now)
+            except Exception:
+                logger.exception("request %s gets no place apart; refused", request.id)
+                failed = RequestRefusedError(500, "the proxy failed; see its log")
+                place.instance.set_exception(failed)
+
+    def _give_place(
+        self, request: LiveRequest, place: _Place, usable: Sequence[InstanceState], now: float
+    ) -> None:
+        free = self._free(request, usable)
+        if free is not None:
+            self._suspects[free] = request
+            place.instance.set_result(free)
+        elif usable:
+            place.since = now
+        elif place.seconds is not None and now - place.since > place.seconds:
+            message = f"no decode instance was in service for {place.seconds:g} s"
+            place.instance.set_exception(RequestRefusedError(503, message, retry_after=5))
 
     def _free(self, request: LiveRequest, usable: Sequence[InstanceState]) -> InstanceState | None:
         """Return an instance for a suspect: another than the one that was lost, if there is any."""

@@ -161,19 +161,25 @@ class StreamWatch:
         for wait in list(self._waits):
             if paused > _PAUSE_SECONDS:  # of this process itself: what came has not been read yet
                 wait.evidence.held(paused)
-            engine = wait.instance.evidence
-            if wait.paused:
-                continue
-            if engine.why:
-                last = max(engine.failed_at, wait.evidence.since)
-                if not engine.gone or now - last > _STILL_READ:
-                    wait.fail(engine.why)
-            elif wait.evidence.is_due(now):
-                late.setdefault(wait.instance, []).append(wait)
+            with _alone(wait):
+                if self._is_due(wait, now):
+                    late.setdefault(wait.instance, []).append(wait)
         for instance, waits in late.items():
             if instance not in self._asking:
                 self._asking.add(instance)
                 self._background(self._ask(instance, waits[:MOST_FOUND]))
+
+    def _is_due(self, wait: Wait, now: float) -> bool:
+        """Return whether to ask an engine for what is awaited; end it if the engine has failed."""
+        engine = wait.instance.evidence
+        if wait.paused:
+            return False
+        if not engine.why:
+            return wait.evidence.is_due(now)
+        last = max(engine.failed_at, wait.evidence.since)
+        if not engine.gone or now - last > _STILL_READ:
+            wait.fail(engine.why)
+        return False
 
     async def _ask(self, instance: InstanceState, waits: list[Wait]) -> None:
         try:
@@ -181,9 +187,10 @@ class StreamWatch:
             now, ahead = asyncio.get_running_loop().time(), self._ahead(instance)
             for wait, status in zip(waits, statuses, strict=True):
                 if wait in self._waits:
-                    absent = status is RequestStatus.UNKNOWN
-                    allowed = _allowance(wait, *ahead, comes_at_once=wait.streams or absent)
-                    self._judge(wait, status, steps, now, allowed)
+                    with _alone(wait):
+                        absent = status is RequestStatus.UNKNOWN
+                        allowed = _allowance(wait, *ahead, comes_at_once=wait.streams or absent)
+                        self._judge(wait, status, steps, now, allowed)
         finally:
             self._asking.discard(instance)
 
@@ -250,6 +257,16 @@ class StreamWatch:
         """Return how many requests of an instance have no token yet, and the tokens of these."""
         requests = [one for one in self._placements.on(instance) if not one.generating]
         return len(requests), sum(one.context_tokens for one in requests)
+
+
+@contextmanager
+def _alone(wait: Wait) -> Iterator[None]:
+    """End what is awaited for a request where the body fails over it, and nothing else."""
+    try:
+        yield
+    except Exception:
+        logger.exception("looking after request %s failed", wait.request.id)
+        wait.fail("the proxy failed to look after it")
 
 
 def _of_unnamed(busy: bool) -> RequestStatus | None:

@@ -20,7 +20,12 @@ from aiohttp.tracing import Trace
 from data_collection.atomic_file import warn_of_open_secret
 from data_collection.text_file import read_text
 from rescheduler.engines.deployment import DeploymentError, Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError, error_body
+from rescheduler.openai.openai_request import (
+    COMPLETIONS,
+    MOST_TOKENS,
+    RequestRefusedError,
+    error_body,
+)
 
 __all__ = [
     "EngineFullError",
@@ -38,7 +43,6 @@ _KEPT_SECONDS = 1.0
 _LARGEST_ANSWER = 8 << 20
 """Bytes of any answer that is read as a whole: of a prefill, a copy, a probe, an error."""
 _LONGEST_RETRY = 3600
-_MOST_TOKENS = 1 << 24  # of a prompt: no model reads as many
 _FULL, _MISSING = 429, 404
 _NO_MODEL = re.compile(r"The model `.*` does not exist\.")
 _RETRIED = (408, 425)  # the engine's own trouble, not the request's
@@ -46,7 +50,7 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)]
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
 class _PrefillAnswer(msgspec.Struct):

@@ -1,11 +1,15 @@
 """Requests that wait, in the order of service."""
 
-from collections.abc import Callable, Sequence
-from typing import Generic
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
 
+from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.ordering import ServiceOrder
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT, interleave, slack
 from rescheduler.ordering.line import Line, Room
@@ -16,7 +20,9 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import R
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
-__all__ = ["WaitingLine", "promised_first"]
+__all__ = ["WaitingLine", "promised_first", "taken_out"]
+
+logger = logging.getLogger("headway.serve")
 
 _LEAST_LEVEL = 0.5
 """Of a promise for which others wait: one that is likelier kept than broken."""
@@ -53,6 +59,18 @@ def promised_first(requests: list[R], accounts: Accounts, now: float, longest: f
     return [*mixed, *urgent[n:], *others[n:]]
 
 
+@contextmanager
+def taken_out(request: R, pool: dict[R, "asyncio.Future[Any]"]) -> Iterator[None]:
+    """Refuse a request where the body fails over it, so that the others of its pool go on."""
+    try:
+        yield
+    except Exception:
+        logger.exception("request %s (%s) cannot be placed; refused", request.id, request.name)
+        place = pool.pop(request, None)
+        if place is not None and not place.done():
+            place.set_exception(RequestRefusedError(500, "the proxy failed; see its log"))
+
+
 class WaitingLine(Generic[R]):
     """Says which of the waiting requests goes first.
 
@@ -83,6 +101,7 @@ class WaitingLine(Generic[R]):
         self._latest = longest / 3
         self._left: dict[R, float] = {}
         self._left_at = clock()
+        self._faulty: set[R] = set()
 
     def ended(self, request: R) -> None:
         """Learn from a request that has ended by itself."""
@@ -93,15 +112,43 @@ class WaitingLine(Generic[R]):
     def in_order(self, requests: Sequence[R]) -> tuple[list[R], bool]:
         """Return requests, given as they came, in the order of service.
 
+        A request that cannot be put in order goes after all others.
+
         Returns:
             Those, and whether the first holds back the others.
         """
-        n = len(requests)
-        if n == 0:
+        if not requests:
             self._left.clear()
+<<<<<<< HEAD
             return [], False
         left = self._expected_left(requests)
         context = np.fromiter((one.context_tokens for one in requests), np.float64, n)
+=======
+            self._faulty.clear()
+        sound = [one for one in requests if one not in self._faulty]
+        if not sound:
+            return list(requests), False
+        try:
+            order, alone = self._put_in_order(sound)
+        except Exception:
+            faulty = {one for one in sound if self._is_faulty(one)}
+            if not faulty or len(faulty) == len(sound):  # it is not about some of them
+                raise
+            logger.exception("%d requests cannot be put in order; they go last", len(faulty))
+            self._faulty |= faulty
+            return self.in_order(requests)
+        return [*order, *(one for one in requests if one in self._faulty)], alone
+
+    def _is_faulty(self, request: R) -> bool:
+        try:
+            self._put_in_order([request])
+        except Exception:
+            return True
+        return False
+
+    def _put_in_order(self, requests: list[R]) -> tuple[list[R], bool]:
+        n = len(requests)
+>>>>>>> 8c92234 (Fix requests of senseless numbers, and guards around all for what is about one)
         order, alone = self._line.put_in_order(
             waited=self._clock() - np.fromiter((one.arrived for one in requests), np.float64, n),
             left=left,

@@ -1,6 +1,7 @@
 """When requests will finish, as clients and operators are told."""
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from itertools import product
@@ -21,6 +22,8 @@ from rescheduler.placement.live_request import LiveRequest, TokenArrival
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 
 __all__ = ["FinishReports", "refuse_promises"]
+
+logger = logging.getLogger("headway.serve")
 
 _SAMPLE_SECONDS = 1.0
 _LATEST = 500
@@ -82,8 +85,11 @@ class FinishReports:
         """Forecast what runs regularly, forever: how forecasts come out is what they learn from."""
         while True:
             await asyncio.sleep(_SAMPLE_SECONDS)
-            self.finish_times.sample()
-            self._promises.protect()
+            for look in (self.finish_times.sample, self._promises.protect):
+                try:
+                    look()
+                except Exception:
+                    logger.exception("looking at what runs failed")
 
     def arrived(self, request: LiveRequest) -> dict[str, str]:
         """Follow a new request; return headers of its answer that tell of its promise.

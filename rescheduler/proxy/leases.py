@@ -63,16 +63,23 @@ class Leases:
         """Renew leases forever."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            now, due = asyncio.get_running_loop().time(), dict[InstanceState, list[LiveRequest]]()
-            for request, asked in self._asked.items():
-                if now - asked >= _RENEW_SECONDS and request.prefill is not None:
-                    due.setdefault(request.prefill.kept.instance, []).append(request)
-            for instance, requests in due.items():
-                self._asked.update(dict.fromkeys(requests, now))
-                if instance.control is not None:
-                    for i in range(0, len(requests), MOST_RENEWED):
-                        some = requests[i : i + MOST_RENEWED]
-                        self._cluster.background(self._renew(instance, instance.control, some))
+            try:
+                self._look()
+            except Exception:  # the leases of all others are to be renewed, too
+                logger.exception("looking for leases to renew failed")
+
+    def _look(self) -> None:
+        """Begin to renew what is due."""
+        now, due = asyncio.get_running_loop().time(), dict[InstanceState, list[LiveRequest]]()
+        for request, asked in self._asked.items():
+            if now - asked >= _RENEW_SECONDS and request.prefill is not None:
+                due.setdefault(request.prefill.kept.instance, []).append(request)
+        for instance, requests in due.items():
+            self._asked.update(dict.fromkeys(requests, now))
+            if instance.control is not None:
+                for i in range(0, len(requests), MOST_RENEWED):
+                    some = requests[i : i + MOST_RENEWED]
+                    self._cluster.background(self._renew(instance, instance.control, some))
 
     async def _renew(
         self, instance: InstanceState, control: ControlClient, requests: Sequence[LiveRequest]

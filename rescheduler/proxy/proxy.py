@@ -150,9 +150,11 @@ class Proxy:
         """Count a request's end, and learn from its length."""
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
-        if self.reports is not None:
-            self.reports.ended(request, outcome == "ok")
-        self.cluster.ended(request, outcome == "ok")
+        try:
+            if self.reports is not None:
+                self.reports.ended(request, outcome == "ok")
+        finally:
+            self.cluster.ended(request, outcome == "ok")
         if request.trace.recorded:
             splicer = request.splicer
             given = len(splicer.output_token_ids)

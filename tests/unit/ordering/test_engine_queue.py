@@ -140,11 +140,29 @@ def test_lengths_and_steps_are_learned() -> None:
     for _ in range(300):
         made.ended(ended)
     assert made._mean == pytest.approx(2, abs=1), "a stop string ends a request like the model"
+    ended.reason, ended.num_output_tokens = "length", 1
+    for _ in range(300):
+        made.ended(ended)
+    assert made._mean > 1.5, "what was cut would have been longer"
     made.scheduler.running = [ended]
     made.updated(None, None)
     made._stepped_at -= 0.5
     made.updated(None, None)
     assert made._step.seconds > 0.051
+
+
+def test_a_prompt_that_cannot_be_forecast_does_not_end_the_order_of_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    queue = [_Request("a", 10, 90), _Request("b", 10, 5), _Request("c", 10, 3)]
+    queue[0].prompt_token_ids = [2**70]
+    made = part(
+        *queue, name="shortest", prompt_checkpoint="checkpoints/smollm2-135m-instruct-prompt"
+    )
+    with caplog.at_level(logging.ERROR, "vllm.headway.order"):
+        made.before_scheduling()
+    assert names(made) == ["c", "b", "a"]
+    assert made._expected["a"] == made._mean and len(made._expected) == 3
 
 
 def test_an_engine_does_not_end_by_what_cannot_be_ordered(
