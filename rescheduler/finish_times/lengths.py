@@ -1,5 +1,7 @@
 """How long answers are, as those that ended lately tell."""
 
+import logging
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
@@ -12,10 +14,14 @@ from rescheduler.placement.placeable import Counted
 
 __all__ = ["LatelyEnded"]
 
+logger = logging.getLogger("headway.serve")
+
 FloatArray = npt.NDArray[np.float64]
 
 _KEPT, _FEWEST = 1_000, 30
 _OUTLIVED = 1e-6
+_ANY = float("inf")
+"""Tokens of a request without a limit."""
 _ANEW = 20
 """Requests that end between two curves."""
 
@@ -25,21 +31,23 @@ class LatelyEnded:
 
     Of requests with a forecast from their prompt, the ratio of actual to expected tokens is kept in
     place of the number. A request that ended at its ``max_tokens`` would have gone on: the curve is
-    a `KaplanMeierCurve`, which counts it as cut there. Before 30 requests have ended,
-    `LiveForecasts` says what is expected.
+    a `KaplanMeierCurve`, which counts it as cut there. Before 30 requests tell how a request may
+    end, `LiveForecasts` says what is expected: those that were cut tell it only of requests that
+    are cut there, too.
     """
 
     def __init__(self) -> None:
         self._tokens = _Curve()
         self._ratios = _Curve()
         self._as_they_ended = _Curve()
+        self._failed = False
 
     def ended(self, request: Counted) -> None:
         """Learn from a request that has ended by itself."""
         tokens = request.generated_tokens
         if tokens < 1:
             return
-        cut = request.max_tokens is not None and tokens >= request.max_tokens
+        cut = request.was_cut
         self._as_they_ended.add(float(tokens), cut=False)
         self._tokens.add(float(tokens), cut)
         if request.expected_tokens is not None:
@@ -47,7 +55,7 @@ class LatelyEnded:
 
     def knows(self, request: Counted, forecasts: LiveForecasts) -> bool:
         """Return whether what is expected of a request is more than an assumption."""
-        return forecasts.has(request.external_id) or self._of(request).known
+        return forecasts.has(request.external_id) or self._has_learned(request)
 
     def curves(
         self, requests: Sequence[Counted], forecasts: LiveForecasts, steps: FloatArray
@@ -59,23 +67,31 @@ class LatelyEnded:
         survival = forecasts.forecast(requests).at(steps)
         alike: dict[tuple[int | None, int | None, int], FloatArray] = {}
         for i, request in enumerate(requests):
-            curve = self._of(request)
-            if forecasts.has(request.external_id) or not curve.known:
+            if forecasts.has(request.external_id) or not self._has_learned(request):
                 continue
             key = request.expected_tokens, request.max_tokens, request.generated_tokens
-            if key not in alike:
-                unit, age = _unit(request), request.generated_tokens
-                alive = curve.survival((age + steps) / unit) / curve.survival_at(age / unit)
-                alike[key] = np.where(steps < _left(request), alive, 0.0)
-            survival[i] = alike[key]
+            try:
+                if key not in alike:
+                    alike[key] = self._learned(request, steps)
+                survival[i] = alike[key]
+            except Exception:  # no request may end the forecasts of all
+                if not self._failed:
+                    logger.exception("%s: its length cannot be told", request.external_id)
+                self._failed = True
         return survival
+
+    def _learned(self, request: Counted, steps: FloatArray) -> FloatArray:
+        """Return such a probability by what ended lately, [n_steps]."""
+        curve, unit, age = self._of(request), _unit(request), request.generated_tokens
+        alive = curve.survival((age + steps) / unit) / curve.survival_at(age / unit)
+        return np.where(steps < _left(request), alive, 0.0)
 
     def new_request(self, forecasts: LiveForecasts, steps: FloatArray) -> FloatArray:
         """Return the probability that a request to come has more tokens than that, [n_steps].
 
         It will be cut as others were: here nothing is made of that.
         """
-        if not self._as_they_ended.known:
+        if not self._as_they_ended.knows(_ANY):
             return np.asarray(forecasts.forecast([Counted("to come")]).at(steps)[0])
         return self._as_they_ended.survival(steps)
 
@@ -87,13 +103,17 @@ class LatelyEnded:
         From an engine's forecast if it has made one.
         """
         curve = self._of(request)
-        if forecasts.has(request.external_id) or not curve.known:
+        if forecasts.has(request.external_id) or not self._has_learned(request):
             forecast = forecasts.forecast([request])
             return [max(1.0, q) for q in forecast.quantile(list(levels))[0].tolist()]
         unit, age, most = _unit(request), request.generated_tokens, _left(request)
         alive = curve.survival_at(age / unit)
         ends = [unit * curve.quantile(1.0 - alive * (1.0 - level)) for level in levels]
         return [min(max(1.0, end - age), most) for end in ends]
+
+    def _has_learned(self, request: Counted) -> bool:
+        most = _ANY if request.max_tokens is None else request.max_tokens / _unit(request)
+        return self._of(request).knows(most)
 
     def _of(self, request: Counted) -> "_Curve":
         return self._tokens if request.expected_tokens is None else self._ratios
@@ -111,20 +131,30 @@ def _left(request: Counted) -> float:
 
 
 class _Curve:
-    """The Kaplan-Meier curve of the latest values."""
+    """The Kaplan-Meier curve of the latest values: of those that ended, and of those that were cut.
+
+    They are kept apart. However many are cut, they take no place of those that say something.
+    """
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[float, bool]] = deque(maxlen=_KEPT)
+        self._ended: deque[float] = deque(maxlen=_KEPT)
+        self._cut: deque[float] = deque(maxlen=_KEPT)
+        self._ascending: list[float] | None = None  # of those that were cut
         self._drawn: KaplanMeierCurve | None = None
         self._unseen = 0
 
-    @property
-    def known(self) -> bool:
-        """Whether enough values came."""
-        return len(self._latest) >= _FEWEST
+    def knows(self, most: float) -> bool:
+        """Return whether enough values came that tell of all that is at most as large."""
+        if len(self._ended) >= _FEWEST:
+            return True
+        if self._ascending is None:
+            self._ascending = sorted(self._cut)
+        as_large = len(self._cut) - bisect_left(self._ascending, most)
+        return len(self._ended) + as_large >= _FEWEST
 
     def add(self, value: float, cut: bool) -> None:
-        self._latest.append((value, cut))
+        (self._cut if cut else self._ended).append(value)
+        self._ascending = None
         self._unseen += 1
         if self._unseen >= _ANEW:
             self._drawn = None
@@ -142,7 +172,8 @@ class _Curve:
     @property
     def _curve(self) -> KaplanMeierCurve:
         if self._drawn is None:
-            values, cut = zip(*self._latest, strict=True)
-            self._drawn = KaplanMeierCurve.estimate(np.array(values), np.array(cut))
+            cut = np.arange(len(self._ended) + len(self._cut)) >= len(self._ended)
+            values = np.array([*self._ended, *self._cut])
+            self._drawn = KaplanMeierCurve.estimate(values, cut)
             self._unseen = 0
         return self._drawn

@@ -148,6 +148,41 @@ def test_lengths_are_learnt_with_those_that_were_cut() -> None:
     assert lengths.curves([cut], forecasts, steps)[0, [0, 2, 3]].tolist() == [1.0, 0.0, 0.0]
 
 
+def ended(name: str, tokens: int, most: int | None = None) -> Counted:
+    one = Counted(name, max_tokens=most)
+    one._generated = tokens
+    return one
+
+
+def test_health_checks_of_one_token_do_not_teach_that_answers_have_one() -> None:
+    lengths, forecasts, new = LatelyEnded(), LiveForecasts(None), Counted("new")
+    for i in range(30):
+        lengths.ended(ended(f"check-{i}", 1, most=1))
+    assert not lengths.knows(new, forecasts), "nobody has seen how long an answer is"
+    assert lengths.quantiles(new, forecasts, (0.5,))[0] > 100
+    for i in range(100):
+        lengths.ended(ended(f"r{i}", 100 + i, most=1_000))
+    before = lengths.quantiles(new, forecasts, (0.1, 0.5, 0.9))
+    for i in range(2_000):
+        lengths.ended(ended(f"check-{i}", 1, most=1))
+    assert lengths.quantiles(new, forecasts, (0.1, 0.5, 0.9)) == before
+
+
+def test_an_answer_that_was_cut_says_only_that_answers_are_as_long() -> None:
+    forecasts = LiveForecasts(None)
+
+    def mean() -> float:
+        return float(forecasts.forecast([Counted("new")]).mean()[0])
+
+    first = mean()
+    for i in range(1_000):
+        forecasts.ended(ended(f"check-{i}", 1, most=1), by_itself=True)  # type: ignore[arg-type]
+    assert mean() == first
+    for i in range(1_000):
+        forecasts.ended(ended(f"r{i}", 600, most=600), by_itself=True)  # type: ignore[arg-type]
+    assert mean() > 1.5 * first, "they would have been longer than 600"
+
+
 def test_forecasts_from_prompts_scale_what_was_learnt() -> None:
     lengths, forecasts = LatelyEnded(), LiveForecasts(None)
     for i in range(100):
