@@ -357,10 +357,11 @@ class Dispatcher(Generic[R]):
         again = waiting[0] if alone and len(waiting) > 1 else None
         if again is not None:
             del waiting[1:]
+        accounts = {request.account for request in waiting}
         for request, instance, decision in self._chosen(waiting, self._decides, self.usable):
             if instance is not None:
                 with taken_out(request, self._for_decode):
-                    self._place_on(request, instance, decision)
+                    self._place_on(request, instance, decision, accounts)
                     self._for_decode.pop(request).set_result(instance)
         self._refuse_too_large(self._for_decode)
         self._refuse_too_large(self._background.for_decode)
@@ -371,9 +372,15 @@ class Dispatcher(Generic[R]):
             self.wake()  # the others have their turn
         self._grant_prefills()
 
-    def _place_on(self, request: R, instance: InstanceState, decision: Decision | None) -> None:
+    def _place_on(
+        self,
+        request: R,
+        instance: InstanceState,
+        decision: Decision | None,
+        waiting: Collection[Account],
+    ) -> None:
         self._dispatched += 1
-        self.accounts.placed(request, {one.account for one in self._for_decode})
+        self.accounts.placed(request, waiting)
         request.place(instance, decision)
         logger.debug(
             "request %s (%s), %d tokens: to %s",
@@ -431,7 +438,7 @@ class Dispatcher(Generic[R]):
         """Place a background request by the policy on one of these instances, if it wants to."""
         for _, instance, decision in self._chosen([request], self._decides, instances):
             if instance is not None:
-                self._place_on(request, instance, decision)
+                self._place_on(request, instance, decision, ())
                 return instance
         return None
 
@@ -480,6 +487,7 @@ class Dispatcher(Generic[R]):
         ahead = len(self._for_decode) + sum(loads.values())
         if available and (ahead >= self._options.ahead or min(loads.values()) >= most):
             return
+        accounts = {request.account for request in self._for_prefill}
         for request in self._in_order(list(self._for_prefill))[0]:
             place = self._for_prefill[request]
             having = [one for one in available if one.serves(request.model)]
@@ -494,7 +502,7 @@ class Dispatcher(Generic[R]):
                 ahead += 1
             with taken_out(request, self._for_prefill):
                 if having and not place.done():
-                    self.accounts.placed(request, {one.account for one in self._for_prefill})
+                    self.accounts.placed(request, accounts)
                     request.begin_prefill(least)
                 del self._for_prefill[request]
                 if not place.done():

@@ -119,11 +119,6 @@ class WaitingLine(Generic[R]):
         """
         if not requests:
             self._left.clear()
-<<<<<<< HEAD
-            return [], False
-        left = self._expected_left(requests)
-        context = np.fromiter((one.context_tokens for one in requests), np.float64, n)
-=======
             self._faulty.clear()
         sound = [one for one in requests if one not in self._faulty]
         if not sound:
@@ -148,7 +143,8 @@ class WaitingLine(Generic[R]):
 
     def _put_in_order(self, requests: list[R]) -> tuple[list[R], bool]:
         n = len(requests)
->>>>>>> 8c92234 (Fix requests of senseless numbers, and guards around all for what is about one)
+        left = self._expected_left(requests)
+        context = np.fromiter((one.context_tokens for one in requests), np.float64, n)
         order, alone = self._line.put_in_order(
             waited=self._clock() - np.fromiter((one.arrived for one in requests), np.float64, n),
             left=left,
