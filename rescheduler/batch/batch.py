@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import aiohttp
 import msgspec
@@ -243,7 +242,7 @@ class BatchSender:
             self._keep(request, answer)
 
     def _keep(self, request: BatchRequest, answer: Answer) -> None:
-        self._output.add(f"batch_req_{uuid4().hex}", request.custom_id, answer)
+        self._output.add(request, answer)
         self._answered_at = time.monotonic()
         self._progress.answered(self._output.tokens[request.custom_id])
 

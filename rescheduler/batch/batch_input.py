@@ -9,7 +9,6 @@ import zlib
 from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, NamedTuple
-from zlib import crc32
 
 import msgspec
 from msgspec import Raw
@@ -45,7 +44,7 @@ class BatchRequest(NamedTuple):
         number: of its line, from 1.
         begin: of its line, in bytes.
         size: of its line, in bytes.
-        checksum: CRC-32 of its line.
+        digest: SHA-256 of its line, without white space around it.
         target: number of its endpoint and model.
     """
 
@@ -53,7 +52,7 @@ class BatchRequest(NamedTuple):
     number: int
     begin: int
     size: int
-    checksum: int
+    digest: bytes
     target: int
 
 
@@ -86,7 +85,6 @@ class Batch:
     Attributes:
         path: the file.
         requests: in the file's order.
-        digest: SHA-256 of the file's text, unpacked and without byte-order marks.
         targets: endpoints with the models that are asked for there, as JSON.
     """
 
@@ -94,11 +92,10 @@ class Batch:
         self,
         path: Path,
         requests: list[BatchRequest],
-        digest: str,
         targets: list[tuple[str, str]],
         text: BinaryIO,
     ) -> None:
-        self.path, self.requests, self.digest, self.targets = path, requests, digest, targets
+        self.path, self.requests, self.targets = path, requests, targets
         self._file = os.dup(text.fileno())
         weakref.finalize(self, os.close, self._file)
 
@@ -111,7 +108,7 @@ class Batch:
             BatchFileError: the file has changed since it was checked.
         """
         raw = os.pread(self._file, request.size, request.begin)
-        if crc32(raw) != request.checksum:
+        if _digest(raw) != request.digest:
             raise BatchFileError(
                 f"{self.path}:{request.number}: the file has been changed meanwhile"
             )
@@ -157,7 +154,7 @@ def _read(path: Path, lines: BinaryIO | gzip.GzipFile, text: BinaryIO) -> Batch:
     wrong: list[str] = []
     seen: dict[str, int] = {}
     targets: dict[tuple[str, str], int] = {}
-    digest, begin, number = hashlib.sha256(), 0, 0
+    begin, number = 0, 0
     while line := lines.readline(LARGEST_LINE + 1):
         number += 1
         why, size = None, len(line)
@@ -166,7 +163,6 @@ def _read(path: Path, lines: BinaryIO | gzip.GzipFile, text: BinaryIO) -> Batch:
             break
         line = line.removeprefix(BOM_UTF8)
         begin += size - len(line)
-        digest.update(line)
         if line.strip():
             try:
                 custom_id, *target = _checked(line)
@@ -181,7 +177,7 @@ def _read(path: Path, lines: BinaryIO | gzip.GzipFile, text: BinaryIO) -> Batch:
                     begin = text.tell()
                     text.write(line)
                 requests.append(
-                    BatchRequest(custom_id, number, begin, len(line), crc32(line), where)
+                    BatchRequest(custom_id, number, begin, len(line), _digest(line), where)
                 )
         if why is not None:
             wrong.append(f"{path}:{number}: {why}")
@@ -194,7 +190,11 @@ def _read(path: Path, lines: BinaryIO | gzip.GzipFile, text: BinaryIO) -> Batch:
     if not requests:
         raise BatchFileError(f"{path}: it has no requests")
     text.flush()
-    return Batch(path, requests, digest.hexdigest(), list(targets), text)
+    return Batch(path, requests, list(targets), text)
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.sha256(line.strip()).digest()
 
 
 def _checked(line: bytes) -> tuple[str, str, str]:

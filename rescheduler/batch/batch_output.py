@@ -3,15 +3,25 @@
 import fcntl
 import os
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
+from uuid import uuid4
 
 import msgspec
 from msgspec import Raw
 
-from rescheduler.batch.batch_input import Batch, BatchFileError
+from rescheduler.batch.batch_input import Batch, BatchFileError, BatchRequest
 
-__all__ = ["Answer", "BatchOutput", "error_path", "result_path"]
+__all__ = ["LARGEST_ANSWER", "Answer", "BatchOutput", "error_path", "result_path"]
+
+LARGEST_ANSWER = 64 << 20
+"""Bytes of the largest answer that is kept."""
+
+_LONGEST_LINE = LARGEST_ANSWER + (1 << 20)
+_ID = "batch_req_"
+_FIRST_BYTES = f'{{"id":"{_ID}'.encode()
+_SHOWN_NAME = 100
 
 
 class Answer(msgspec.Struct):
@@ -36,14 +46,18 @@ class Answer(msgspec.Struct):
 class _Line(msgspec.Struct):
     id: str
     custom_id: str
+    request_sha256: str
     response: Answer
     error: None = None
 
 
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+
+
 class _Usage(msgspec.Struct):
-    completion_tokens: int | None = None
-    output_tokens: int | None = None
-    total_tokens: int | None = None
+    completion_tokens: _Tokens | None = None
+    output_tokens: _Tokens | None = None
+    total_tokens: _Tokens | None = None
 
 
 class _Counted(msgspec.Struct):
@@ -66,11 +80,14 @@ class _KeptAnswer(msgspec.Struct):
 class _Kept(msgspec.Struct):
     custom_id: str
     response: _KeptAnswer
+    request_sha256: str = ""
 
 
 _kept = msgspec.json.Decoder(_Kept)
 _counted = msgspec.json.Decoder(_Counted)
 _failed = msgspec.json.Decoder(_Failed)
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _LOST_ENGINES = 422, "UnprocessableEntityError"
 """What the proxy answers to a request under which two engines were lost."""
@@ -92,8 +109,9 @@ class BatchOutput:
     """The files of the answers and of the errors, and what they have already.
 
     A line is on the disk before its request counts as answered. A program that was killed while
-    it wrote one leaves a part of it: that part is cut off, and the request is sent again. Beside
-    the answers, ``.NAME.batch`` holds the digest of the input. A program locks what it writes.
+    it wrote one leaves a part of it: that part is cut off, and the request is sent again. Each
+    line has the digest of its request's line: it counts for that request only, whatever the files
+    are called and wherever they are copied. A program locks what it writes.
 
     Args:
         batch: whose answers they are.
@@ -105,7 +123,8 @@ class BatchOutput:
         lost_engines: ``custom_id`` of the requests under which the proxy lost two engines.
 
     Raises:
-        BatchFileError: another program writes them, or they are those of another input.
+        BatchFileError: another program writes them, they have answers to other requests, or they
+            are no regular files.
         OSError: they cannot be written.
     """
 
@@ -113,19 +132,13 @@ class BatchOutput:
         self.results, self.errors = results, error_path(results)
         self.tokens: dict[str, int | None] = {}
         self.lost_engines: list[str] = []
-        if batch.path.resolve() in (results.resolve(), self.errors.resolve()):
-            raise BatchFileError(f"{batch.path}: it would be overwritten; give another --out")
+        self._refuse_other_files(batch.path)
         results.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            known = {request.custom_id for request in batch.requests}
+            requests = {request.custom_id: request for request in batch.requests}
             self._files = {path: self._locked(stack, path) for path in (results, self.errors)}
-            digest = self._opened(stack, results.with_name(f".{results.name}.batch"))
-            begun = self._is_begun(digest, batch)
             for path, file in self._files.items():
-                self._read(file, path, known, begun)
-            if not begun:
-                os.ftruncate(digest, 0)
-                _append(digest, batch.digest.encode())
+                self._read(file, path, requests, batch.path)
             self._closing = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -139,7 +152,7 @@ class BatchOutput:
         """How many requests have ended with an error."""
         return sum(tokens is None for tokens in self.tokens.values())
 
-    def add(self, id: str, custom_id: str, answer: Answer) -> None:
+    def add(self, request: BatchRequest, answer: Answer) -> None:
         """Keep the answer to a request, for good once this returns.
 
         Raises:
@@ -147,27 +160,28 @@ class BatchOutput:
                 by the next run.
         """
         path = self.errors if answer.is_error else self.results
-        line = msgspec.json.encode(_Line(id, custom_id, answer)) + b"\n"
+        id, digest = f"{_ID}{uuid4().hex}", request.digest.hex()
+        line = msgspec.json.encode(_Line(id, request.custom_id, digest, answer)) + b"\n"
         try:
             _append(self._files[path], line)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
-        self._note(custom_id, answer.status_code, answer.body, answer.is_error)
+        self._note(request.custom_id, answer.status_code, answer.body, answer.is_error)
 
     def _note(self, custom_id: str, status: int, body: Raw, is_error: bool) -> None:
         self.tokens[custom_id] = None if is_error else _generated_tokens(body)
         if is_error and status == _LOST_ENGINES[0] and _error_type(body) == _LOST_ENGINES[1]:
             self.lost_engines.append(custom_id)
 
-    def _is_begun(self, file: int, batch: Batch) -> bool:
-        """Return whether the files are this batch's, by the digest beside them."""
-        digest = os.pread(file, 64, 0).decode(errors="replace")
-        if len(digest) == 64 and digest != batch.digest and any(map(_size, self._files)):
-            raise BatchFileError(
-                f"{self.results}: it has answers to another {batch.path.name}: the input was "
-                "changed since; give another --out"
-            )
-        return digest == batch.digest
+    def _refuse_other_files(self, asked: Path) -> None:
+        """Refuse what is not to be written: the input, whatever its names, and what is no file."""
+        for path in (self.results, self.errors):
+            if path.exists() and path.samefile(asked):
+                raise BatchFileError(f"{asked}: it would be overwritten; give another --out")
+            if path.exists() and not path.is_file():
+                raise BatchFileError(f"{path} is not a regular file; give another --out")
+        if self.errors.exists() and self.results.exists() and self.results.samefile(self.errors):
+            raise BatchFileError(f"{self.results} and {self.errors} are one file; remove the link")
 
     def _locked(self, stack: ExitStack, path: Path) -> int:
         file = self._opened(stack, path)
@@ -187,34 +201,57 @@ class BatchOutput:
             os.close(folder)
         return file
 
-    def _read(self, file: int, path: Path, known: set[str], begun: bool) -> None:
+    def _read(self, file: int, path: Path, requests: dict[str, BatchRequest], asked: Path) -> None:
         """Take over the whole lines of a file, and cut off what follows them if it is ours."""
         whole = 0
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+            for number in count(1):
+                line = lines.readline(_LONGEST_LINE)
                 if not line.endswith(b"\n"):
-                    if not begun:
-                        raise BatchFileError(f"{path}:{number}: no line of `headway batch`")
+                    begin = line[: len(_FIRST_BYTES)]
+                    if len(line) == _LONGEST_LINE or not (whole or _FIRST_BYTES.startswith(begin)):
+                        message = f"{path}:{number}: no line of `headway batch`"
+                        raise BatchFileError(f"{message}; give another --out")
                     break
                 whole += len(line)
                 try:
                     kept = _kept.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except _UNREADABLE as error:
                     message = f"{path}:{number}: not an answer of `headway batch`: {error}"
-                    raise BatchFileError(message) from error
-                if kept.custom_id not in known or kept.custom_id in self.tokens:
-                    what = "twice" if kept.custom_id in self.tokens else "not in the input"
-                    raise BatchFileError(f"{path}:{number}: {kept.custom_id!r} is {what}")
+                    raise BatchFileError(f"{message}; give another --out") from error
+                if why := self._foreign(kept, path, requests, asked):
+                    name = kept.custom_id[:_SHOWN_NAME]
+                    raise BatchFileError(f"{path}:{number}: {name!r} {why}")
                 response, is_error = kept.response, path is self.errors
                 self._note(kept.custom_id, response.status_code, response.body, is_error)
         os.ftruncate(file, whole)
+
+    def _foreign(
+        self, kept: _Kept, path: Path, requests: dict[str, BatchRequest], asked: Path
+    ) -> str | None:
+        """Return why a line cannot be taken for the answer to a request; None if it is one."""
+        if kept.custom_id in self.tokens:
+            return "is twice"
+        remedy = f"give another --out, or remove {path}"
+        request = requests.get(kept.custom_id)
+        if request is None:
+            return f"is not in the input {asked}; {remedy}"
+        if not kept.request_sha256:
+            return f"has no `request_sha256` that says which request it answers; {remedy}"
+        if kept.request_sha256 != request.digest.hex():
+            return f"answers another request than {asked}:{request.number}; {remedy}"
+        if (kept.response.status_code == 200) != (path is self.results):
+            kinds = "errors", "answers"
+            here, there = kinds if path is self.errors else kinds[::-1]
+            return f"belongs to the file of {there}, not of {here}; were the files renamed?"
+        return None
 
 
 def _generated_tokens(body: Raw) -> int:
     """Return the tokens that an answer says it has, or was computed from; 0 if it does not say."""
     try:
         usage = _counted.decode(body).usage or _Usage()
-    except msgspec.DecodeError:
+    except _UNREADABLE:
         return 0
     return usage.completion_tokens or usage.output_tokens or usage.total_tokens or 0
 
@@ -222,7 +259,7 @@ def _generated_tokens(body: Raw) -> int:
 def _error_type(body: Raw) -> str | None:
     try:
         error = _failed.decode(body).error
-    except msgspec.DecodeError:
+    except _UNREADABLE:
         return None
     return error.type if error is not None else None
 
@@ -237,7 +274,3 @@ def _append(file: int, line: bytes) -> None:
     except OSError:
         os.ftruncate(file, before)
         raise
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
