@@ -17,6 +17,8 @@ _NORMAL_80 = 1.2816
 
 _FEWEST, _MOST_RECENT = 5, 512
 _LOG_SECONDS, _DRAW_SECONDS = 30.0, 0.5
+_LATEST = 365 * 86400.0
+"""Seconds; what is expected to end later is not said."""
 
 
 class Finish(NamedTuple):
@@ -160,7 +162,7 @@ class BatchProgress:
         if self._failed:
             parts.append(f"{self._failed:,} errors")
         finish = self._pace.finish(self._done, now)
-        if finish is not None:
+        if finish is not None and finish.latest < _LATEST:
             parts += [f"{self._pace.rate(now):,.0f} tokens/s", _when(finish)]
         if self._trouble:
             parts.append(f"sending again: {self._trouble}")

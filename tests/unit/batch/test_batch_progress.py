@@ -76,3 +76,15 @@ def test_without_a_terminal_lines_are_written(
     assert last.startswith("7 of 2,000 answered, 1 errors, ")
     assert "80%" in last
     assert last.endswith("sending again: HTTP 503")
+
+
+def test_an_end_in_thousands_of_years_is_not_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No clock can show it."""
+    monkeypatch.setattr("rescheduler.batch.batch_progress._LOG_SECONDS", 0.0)
+    with BatchProgress(10**9, 1000, [10**9] * 1000) as progress:
+        for _ in range(6):
+            progress.answered(1)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "1,006 of 1,000,000,000 answered"
