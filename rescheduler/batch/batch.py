@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Raw
 
 from rescheduler.batch.batch_input import Batch, BatchRequest, read_batch
-from rescheduler.batch.batch_output import Answer, BatchOutput, result_path
+from rescheduler.batch.batch_output import LARGEST_ANSWER, Answer, BatchOutput, result_path
 from rescheduler.batch.batch_progress import BatchProgress
 from rescheduler.batch.refusals import MOST_REFUSALS, Refusal, Refusals, is_of_the_server
 from rescheduler.commands.event_loop import end_when_asked
@@ -41,6 +41,8 @@ _BROKEN = 0
 """In place of a status: the request was sent, and the connection broke before the answer."""
 _MOST_OWN_FAULTS, _OWN_FAULT_SECONDS = 5, 1800.0
 """How often a request is begun that breaks its engines, or whose answer cannot be read."""
+_SMALL_ANSWER, _LARGE_SECONDS = 1 << 20, 300.0
+"""Bytes that every answer may have in memory, and seconds for the rest of a larger one."""
 _SHOWN_IDS, _LONGEST_NAME = 10, 100
 _WHAT_TO_CHECK = {
     401: "OPENAI_API_KEY",
@@ -155,6 +157,7 @@ class BatchSender:
         self._batch, self._output, self._url = batch, output, url
         self._give_up_seconds = give_up_seconds
         self._random = random.Random()
+        self._reads_large = asyncio.Lock()
         self._answered_at = time.monotonic()
         self._trouble = "no answer"
         tokens = output.tokens
@@ -300,7 +303,7 @@ class BatchSender:
             async with session.post(
                 f"{self._url}{path}", data=io.BytesIO(body), allow_redirects=False
             ) as response:
-                raw, status = await response.read(), response.status
+                raw, status = await self._read(response), response.status
                 retry_after = _seconds(response.headers.get("Retry-After", ""))
                 id, location = (
                     _text(response.headers.get(name, "")) for name in ("X-Request-Id", "Location")
@@ -317,12 +320,31 @@ class BatchSender:
             )
         if status in _NOT_FINAL or (status >= 500 and status != _NEVER):
             raise _NotAnsweredError(f"HTTP {status}: {_shown(raw)}", status, retry_after)
-        whole = _one_line(raw)
-        if status < 300 and (status != 200 or whole is None or not _is_answer(path, raw)):
+        if status == 200 and len(raw) > LARGEST_ANSWER:
+            mib = LARGEST_ANSWER >> 20
+            return _refused(502, f"the answer has more than {mib} MiB; ask for less in a request")
+        whole = _one_line(raw) if status == 200 or len(raw) <= _SMALL_ANSWER else None
+        if status < 300 and (status != 200 or whole is None or not _is_answer(path, whole)):
             raise _NotAnsweredError(f"HTTP {status}, no answer of OpenAI's: {_shown(raw)}", 200)
         if whole is None:
             return _refused(status, _shown(raw))
         return Answer(status, id, Raw(whole))
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return a body, of one that is too large a part; large ones are read one at a time."""
+        raw = await _up_to(response, _SMALL_ANSWER)
+        if len(raw) <= _SMALL_ANSWER or response.status != 200:
+            return raw
+        async with self._reads_large, asyncio.timeout(_LARGE_SECONDS):
+            return raw + await _up_to(response, LARGEST_ANSWER - len(raw))
+
+
+async def _up_to(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """Return what comes of a body until it ends, or has more bytes than this."""
+    raw = bytearray()
+    while len(raw) <= most and (part := await response.content.readany()):
+        raw += part
+    return bytes(raw)
 
 
 def server_address(url: str) -> str:
@@ -365,27 +387,28 @@ def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-class _Choices(msgspec.Struct):
-    choices: list[Any]
+class _Answered(msgspec.Struct):
+    choices: Raw = Raw(b"null")
+    error: Raw = Raw(b"null")
 
 
-_NULL = Raw(b"null")
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def _is_answer(path: str, raw: bytes) -> bool:
-    with suppress(*_UNREADABLE):
-        if path in (CHAT, COMPLETIONS):
-            return bool(msgspec.json.decode(raw, type=_Choices).choices)
-        fields = msgspec.json.decode(raw, type=dict[str, Raw])
-        return bool(fields) and fields.get("error", _NULL) == _NULL
-    return False
+def _is_answer(path: str, whole: bytes) -> bool:
+    """Return whether a JSON object without white space is an answer of OpenAI's."""
+    fields = msgspec.json.decode(whole, type=_Answered)
+    if path in (CHAT, COMPLETIONS):
+        choices = bytes(fields.choices)
+        return choices.startswith(b"[") and choices != b"[]"
+    return whole != b"{}" and fields.error == _Answered().error
 
 
 def _one_line(raw: bytes) -> bytes | None:
     """Return a JSON object without line breaks; None if it is none."""
     with suppress(*_UNREADABLE):
-        msgspec.json.decode(raw, type=dict[str, Any])
+        raw.decode()  # what is skipped below may be anything
+        msgspec.json.decode(raw, type=_Answered)
         return msgspec.json.format(raw, indent=-1)
     return None
 

@@ -318,6 +318,62 @@ async def test_a_wrong_key_is_never_an_error_of_a_request(tmp_path: Path) -> Non
     assert (len(texts(tmp_path)), errors(tmp_path)) == (3, {})
 
 
+@pytest.mark.parametrize("number", ["1e99", "-7", "7.5", '"7"', "true", "1" + "0" * 22, "[]"])
+async def test_a_count_that_cannot_be_costs_nothing(tmp_path: Path, number: str) -> None:
+    """The answers are kept, and the next run reads them."""
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        usage = f'{{"completion_tokens": {number}}}'
+        return web.Response(text=f'{{"choices": [{{"text": "a"}}], "usage": {usage}}}')
+
+    path = asked(tmp_path, 20)
+    async with server(answering) as url:
+        assert await sent(path, url)
+        assert await sent(path, url)
+    assert (len(texts(tmp_path)), errors(tmp_path)) == (20, {})
+
+
+async def test_an_answer_that_is_too_large_is_an_error_of_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one without an end; the others are answered, and large ones that are allowed."""
+    monkeypatch.setattr("rescheduler.batch.batch.LARGEST_ANSWER", 4 << 20)
+
+    async def without_end() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 65536
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        number = int(body["prompt"])
+        if number not in (2, 3, 5, 6):
+            return answered(body)
+        if number in (2, 6):
+            return answered({"prompt": "x" * (3 << 20)})
+        if number == 3:
+            return answered({"prompt": "x" * (5 << 20)})
+        return web.Response(body=without_end())
+
+    path = asked(tmp_path, 8)
+    async with server(answering) as url:
+        assert await sent(path, url)
+        assert await sent(path, url)
+    assert errors(tmp_path) == {"n-3": 502, "n-5": 502}
+    lines = (tmp_path / "x.errors.jsonl").read_text().splitlines()
+    assert all("the answer has more than 4 MiB" in line for line in lines)
+    assert len(texts(tmp_path)["n-2"]) > 3 << 20
+    assert len(texts(tmp_path)) == 6
+
+
+async def test_a_large_refusal_is_kept_in_short(tmp_path: Path) -> None:
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "x" * (3 << 20)}}, status=400)
+
+    async with server(answering) as url:
+        assert await sent(asked(tmp_path, 3), url)
+    assert errors(tmp_path) == {"n-0": 400, "n-1": 400, "n-2": 400}
+    assert (tmp_path / "x.errors.jsonl").stat().st_size < 3000
+
+
 async def test_a_redirection_stops_it(tmp_path: Path) -> None:
     async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
         return web.Response(status=301, headers={"Location": "https://elsewhere/v1"})
