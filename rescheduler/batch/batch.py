@@ -234,6 +234,12 @@ class BatchSender:
                 continue
             url, body = self._batch.read(request)
             answer = await self._answer(session, url, body)
+            if _refuses_background(answer, body):
+                raise BatchStoppedError(
+                    f"{url}: the server serves no background requests (`service_tier`: flex), as "
+                    f"behind a coordinator: {_shown(bytes(answer.body))}. To send them like all "
+                    'others, give each body "service_tier": "default"'
+                )
             if is_of_the_server(answer):
                 self._refusals.hold(Refusal(request, answer))
                 if self._refusals.all_closed:
@@ -392,6 +398,18 @@ class _Answered(msgspec.Struct):
     error: Raw = Raw(b"null")
 
 
+class _Tier(msgspec.Struct):
+    service_tier: Any = None
+
+
+class _Fault(msgspec.Struct):
+    param: Any = None
+
+
+class _Faulty(msgspec.Struct):
+    error: _Fault
+
+
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -402,6 +420,16 @@ def _is_answer(path: str, whole: bytes) -> bool:
         choices = bytes(fields.choices)
         return choices.startswith(b"[") and choices != b"[]"
     return whole != b"{}" and fields.error == _Answered().error
+
+
+def _refuses_background(answer: Answer, body: bytes) -> bool:
+    """Return whether a server refuses the tier that a batch's requests have by default."""
+    if answer.status_code != 400:
+        return False
+    with suppress(*_UNREADABLE):
+        param = msgspec.json.decode(answer.body, type=_Faulty).error.param
+        return param == "service_tier" and msgspec.json.decode(body, type=_Tier) == _Tier("flex")
+    return False
 
 
 def _one_line(raw: bytes) -> bytes | None:
