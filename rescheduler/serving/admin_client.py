@@ -83,6 +83,16 @@ def _path(port: int) -> Path:
 Answer = TypeVar("Answer")
 
 _TIMEOUT = 10.0
+_LARGEST_ANSWER = 16 << 20
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """Follow none: the token would go along."""
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+"""Opens addresses without the proxies of the environment, which would read the token."""
 
 
 class Listed(msgspec.Struct):
@@ -128,18 +138,18 @@ def _ask(url: str, method: str, kind: type[Answer]) -> Answer:
         token = admin_token(urllib.parse.urlsplit(url).port or 80)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         request = urllib.request.Request(url, method=method, headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
-            return msgspec.json.decode(response.read(), type=kind)
+        with _DIRECT.open(request, timeout=_TIMEOUT) as response:
+            return msgspec.json.decode(response.read(_LARGEST_ANSWER), type=kind)
     except urllib.error.HTTPError as error:
         with error:
             try:
-                message = json.load(error)["error"]["message"]
+                message = json.loads(error.read(_LARGEST_ANSWER))["error"]["message"]
                 if error.code == 401:
                     message += f": set {TOKEN_VARIABLE}, or run as the user of `headway serve`"
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 message = f"HTTP {error.code}: is that Headway's proxy?"
         raise RuntimeError(message) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RuntimeError(f"{url}: is that Headway's proxy? {error}") from error
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise RuntimeError(

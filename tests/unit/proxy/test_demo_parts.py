@@ -160,7 +160,9 @@ async def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
     assert "ClientConnectorError" in answer.error
 
 
-async def test_a_metric_is_summed_over_its_labels() -> None:
+async def test_a_metric_is_summed_over_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not asked for through the proxy of the environment, which is not there."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     text = (
         "# TYPE vllm:num_preemptions_total counter\n"
         'vllm:num_preemptions_total{engine="0"} 3.0\n'

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -159,3 +161,60 @@ def test_draining_at_another_server_says_so(
         assert main(["drain", "decode-0", "--url", f"http://127.0.0.1:{server.server_port}"]) == 1
         serving.join()
     assert "is that Headway's proxy?" in capsys.readouterr().err
+
+
+class Spy(BaseHTTPRequestHandler):
+    """Notes what comes, answers like an empty proxy, and may redirect elsewhere."""
+
+    came: list[str | None]
+    elsewhere: str | None = None
+
+    def answer(self) -> None:
+        self.came.append(self.headers["Authorization"])
+        self.send_response(200 if self.elsewhere is None else 302)
+        if self.elsewhere is not None:
+            self.send_header("Location", self.elsewhere + self.path)
+        self.end_headers()
+        self.wfile.write(b'{"instances": []}')
+
+    do_GET = do_POST = answer  # noqa: N815
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def spying(elsewhere: str | None = None) -> Iterator[tuple[str, list[str | None]]]:
+    """Run such a server; its address, and the tokens that came."""
+    came: list[str | None] = []
+    kind = type("OneSpy", (Spy,), {"came": came, "elsewhere": elsewhere})
+    with HTTPServer(("127.0.0.1", 0), kind) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}", came
+        server.shutdown()
+        serving.join()
+
+
+def test_the_token_goes_to_no_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with spying() as (url, asked), spying() as (proxy, read):
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy)
+        assert main(["drain", "--list", "--url", url]) == 0
+    assert (asked, read) == (["Bearer secret"], [])
+
+
+@pytest.mark.parametrize("what", ["--list", "decode-0"])
+def test_the_token_follows_no_redirect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    with spying() as (other, read), spying(other) as (url, asked):
+        assert main(["drain", what, "--url", url]) == 1
+    assert (asked, read) == (["Bearer secret"], [])
+    assert "HTTP 302: is that Headway's proxy?" in capsys.readouterr().err
