@@ -1,11 +1,11 @@
 """The dataset's tables: one row a captured step, one row a request."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -14,9 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_collection.atomic_file import write_text_atomically
+from data_collection.parquet_file import UnusableParquetError, open_parquet, parquet_batches
 from data_collection.text_file import read_text
 
 __all__ = [
+    "ADDED_LATER",
+    "MAY_BE_EMPTY",
     "REQUESTS_SCHEMA",
     "SERVER_STOPPED",
     "DatasetError",
@@ -28,6 +31,8 @@ __all__ = [
     "requests_files",
     "rows_files",
     "rows_schema",
+    "shard_batches",
+    "shown",
     "split_requests",
     "vector_type",
 ]
@@ -35,6 +40,9 @@ __all__ = [
 IntArray = npt.NDArray[np.int64]
 SplitName = Literal["train", "validation", "test"]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+Total = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+FileName = Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+\Z", max_length=200)]
+Setting = str | int | float | bool | None
 
 SERVER_STOPPED = "server_stopped"
 """Finish reason of requests that were still running when the engine stopped."""
@@ -96,6 +104,13 @@ REQUESTS_SCHEMA = pa.schema(
 )
 
 
+ADDED_LATER = ("temperature", "top_p", "adapter")
+"""Columns that datasets of earlier versions do not have."""
+
+MAY_BE_EMPTY = (*ADDED_LATER, "prompt_token_ids", "output_token_ids")
+"""Columns of requests without a value where it is not known, or not kept."""
+
+
 @dataclass
 class Session:
     """One engine process that recorded into a dataset; kept as ``sessions/NAME.json``.
@@ -111,7 +126,7 @@ class Session:
         workload: how its prompts were driven (arrivals, concurrency, prompts).
     """
 
-    name: str
+    name: FileName
     model: str
     revision: str
     hidden_size: Count
@@ -125,12 +140,12 @@ class Session:
     layer: str = "last"
     normalisation: str = "final norm of the model"
     closed: str | None = None
-    rows: int = 0
-    requests: int = 0
-    dropped_rows: int = 0
-    refused_rows: int = 0
-    sampling: dict[str, Any] = field(default_factory=dict)
-    workload: dict[str, Any] = field(default_factory=dict)
+    rows: Total = 0
+    requests: Total = 0
+    dropped_rows: Total = 0
+    refused_rows: Total = 0
+    sampling: dict[str, Setting] = field(default_factory=dict)
+    workload: dict[str, Setting] = field(default_factory=dict)
 
     def write(self, dataset: Path) -> None:
         """Write the session's file, whole or not at all."""
@@ -166,7 +181,7 @@ def read_sessions(dataset: Path) -> list[Session]:
     for path in sorted((dataset / "sessions").glob("*.json")):
         try:
             sessions.append(msgspec.json.decode(read_text(path), type=Session))
-        except ValueError as error:  # msgspec's too
+        except (ValueError, RecursionError) as error:  # msgspec's too
             raise DatasetError(f"{path}: not a session's file: {error}") from error
     if not sessions:
         raise DatasetError(f"{dataset}: not a dataset recorded by Headway: no sessions/*.json")
@@ -178,11 +193,26 @@ def open_shard(file: Path) -> Iterator[pq.ParquetFile]:
     """Open a Parquet shard to read from it.
 
     Raises:
-        DatasetError: it is not a whole Parquet file, or reading from it fails.
+        DatasetError: it is not a whole Parquet file of a usable size, or reading from it fails.
     """
+    with _of_shard(file), open_parquet(file) as shard:
+        yield shard
+
+
+def shard_batches(
+    file: Path, columns: Sequence[str] | None = None, rows: int = 1024
+) -> Iterator[pa.RecordBatch]:
+    """Yield columns of a shard, a batch of rows at a time; raises as `open_shard`."""
+    with _of_shard(file):
+        yield from parquet_batches(file, columns, rows)
+
+
+@contextmanager
+def _of_shard(file: Path) -> Iterator[None]:
     try:
-        with pq.ParquetFile(file) as shard:
-            yield shard
+        yield
+    except UnusableParquetError as error:
+        raise DatasetError(str(error)) from error
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise DatasetError(
             f"{file}: not a whole Parquet file ({error}); move it away to use the rest"
@@ -192,14 +222,38 @@ def open_shard(file: Path) -> Iterator[pq.ParquetFile]:
 def read_columns(files: Iterable[Path], columns: list[str]) -> pa.Table:
     """Return columns of shards, one after another; a table without columns if there are none.
 
+    A column that was added later is empty in shards of earlier versions.
+
     Raises:
-        DatasetError: a shard is not a whole Parquet file.
+        DatasetError: a shard is not a whole Parquet file, or a column is missing, of another type,
+            or has empty values.
     """
-    tables = []
+    expected = {one.name: one for one in (*rows_schema(1, "float32"), *REQUESTS_SCHEMA)}
+    schema = pa.schema([expected[name] for name in columns])
+    files, batches = list(files), []
     for file in files:
         with open_shard(file) as shard:
-            tables.append(shard.read(columns=columns))
-    return pa.concat_tables(tables) if tables else pa.table({})
+            found = {column.name: column.type for column in shard.schema_arrow}
+        for column in schema:
+            kind = found.get(column.name)
+            if kind != column.type and not (kind is None and column.name in ADDED_LATER):
+                what = "is missing" if kind is None else f"is {kind}, it should be {column.type}"
+                raise DatasetError(f"{file}: {column.name} {what}")
+        for batch in shard_batches(file, [name for name in columns if name in found]):
+            for name in batch.schema.names:
+                if batch[name].null_count and name not in MAY_BE_EMPTY:
+                    raise DatasetError(f"{file}: empty values in {name}")
+            arrays = [
+                batch[column.name] if column.name in found else pa.nulls(len(batch), column.type)
+                for column in schema
+            ]
+            batches.append(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    return pa.Table.from_batches(batches, schema) if files else pa.table({})
+
+
+def shown(text: str) -> str:
+    """Return a name of somebody else in one line, without what a terminal would obey."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def rows_files(dataset: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from data_collection.dataset.dataset_schema import (
     read_sessions,
     requests_files,
     rows_files,
+    shown,
 )
 
 __all__ = ["inspect"]
@@ -56,7 +57,7 @@ def inspect(dataset: Path, figure: Path | None = None) -> None:
     total = _integers(requests, "total_tokens")
     censored = requests["censored"].to_numpy()
 
-    print(f"# {dataset.name}: {sessions[-1].model}\n")
+    print(f"# {dataset.name}: {shown(sessions[-1].model)}\n")
     print(f"{len(generated):,} rows of {len(total):,} requests in {len(rows_shards)} shards\n")
     _print_table(
         "Sessions",
@@ -107,7 +108,7 @@ def _print_table(title: str, header: Row, rows: Iterable[Row]) -> None:
     for row in rows:
         cells = [
             f"{cell:,.1f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int)
-            else cell for cell in row
+            else shown(cell) for cell in row
         ]  # fmt: skip
         print("| " + " | ".join(cells) + " |")
     print()
@@ -130,7 +131,8 @@ def _draw(
 ) -> Figure:
     """Draw the length histogram (as STAR, Figure 2), its ECDF, and rows by progress."""
     figure = Figure(figsize=(13, 4), layout="constrained")
-    figure.suptitle(f"{session.model}: {len(total):,} requests, {len(generated):,} rows")
+    title = f"{shown(session.model)}: {len(total):,} requests, {len(generated):,} rows"
+    figure.suptitle(title, parse_math=False)
     lengths, cumulated, progress = figure.subplots(1, 3)
     edges = np.linspace(0, max(int(total.max()), 1), _BINS + 1)
     for axes in (lengths, cumulated, progress):

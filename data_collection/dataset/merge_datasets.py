@@ -9,10 +9,12 @@ from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     DatasetError,
     Session,
+    open_shard,
     read_columns,
     read_sessions,
     requests_files,
     rows_files,
+    shown,
 )
 
 __all__ = ["merge"]
@@ -88,10 +90,15 @@ def _shards(datasets: list[Path]) -> dict[str, Path]:
                 raise DatasetError(
                     f"{shards[file.name].parent.parent} and {dataset} both hold {file.name}"
                 )
-            columns = ["request_id"] if file.name.startswith("requests-") else []
-            for name in read_columns([file], columns).to_pydict().get("request_id", []):
-                if name in owner:
-                    raise DatasetError(f"{owner[name]} and {dataset} both hold request {name}")
-                owner[name] = dataset
+            if file.name.startswith("requests-"):
+                for name in read_columns([file], ["request_id"])["request_id"].to_pylist():
+                    if name in owner:
+                        raise DatasetError(
+                            f"{owner[name]} and {dataset} both hold request {shown(name)}"
+                        )
+                    owner[name] = dataset
+            else:
+                with open_shard(file):
+                    pass  # it is whole, or refused
             shards[file.name] = file
     return shards

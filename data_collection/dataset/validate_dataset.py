@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_collection.dataset.dataset_schema import (
+    ADDED_LATER,
     REQUESTS_SCHEMA,
     DatasetError,
     IntArray,
@@ -18,15 +19,14 @@ from data_collection.dataset.dataset_schema import (
     requests_files,
     rows_files,
     rows_schema,
+    shard_batches,
+    shown,
     split_requests,
 )
 
 __all__ = ["validate"]
 
 _BATCH_ROWS = 4096
-_ADDED_LATER = ("temperature", "top_p", "adapter")
-"""Columns that datasets of earlier versions do not have."""
-
 _EXAMPLES = 3
 
 
@@ -108,9 +108,11 @@ class _Check:
         """Take the requests of a shard, and check them against themselves."""
         columns = ["request_id", "external_id", "total_tokens", "censored", "rows", "finish_reason"]
         for batch in self._batches("requests", file, REQUESTS_SCHEMA, columns):
+            if self._has_empty("requests", file.name, batch):
+                return
             for entry in batch.to_pylist():
                 name = entry["request_id"]
-                place = [f"{name} in {file.name}"]
+                place = [f"{shown(name)} in {file.name}"]
                 if name in self._index:
                     self.problems.add("a request appears twice", place)
                     continue
@@ -139,7 +141,7 @@ class _Check:
         for i in np.flatnonzero(counted != np.array(self._declared_rows, dtype=np.int64)):
             self.problems.add(
                 "a request's rows are not as many as the requests table says",
-                [f"{names[i]} has {counted[i]}, not {self._declared_rows[i]}"],
+                [f"{shown(names[i])} has {counted[i]}, not {self._declared_rows[i]}"],
             )
 
     def split(self) -> str:
@@ -159,19 +161,25 @@ class _Check:
         try:
             with open_shard(file) as shard:
                 wrong = _wrong_columns(shard.schema_arrow, expected)
-                if not wrong:
-                    yield from shard.iter_batches(_BATCH_ROWS, columns=columns)
-                    return
+            if not wrong:
+                yield from shard_batches(file, columns, _BATCH_ROWS)
+                return
             for problem in wrong:
                 self.problems.add(f"{file.name}: {problem}")
         except DatasetError as error:
             self.problems.add(str(error))
         self._unread.add(kind)
 
-    def _check_batch(self, shard: str, first_row: int, batch: pa.RecordBatch) -> None:
-        if empty := [name for name in batch.schema.names if batch[name].null_count]:
+    def _has_empty(self, kind: str, shard: str, batch: pa.RecordBatch) -> bool:
+        """Return whether values are missing, after which nothing of this kind can be counted."""
+        empty = [name for name in batch.schema.names if batch[name].null_count]
+        if empty:
             self.problems.add(f"{shard}: empty values in {', '.join(empty)}")
-            self._unread.add("rows")
+            self._unread.add(kind)
+        return bool(empty)
+
+    def _check_batch(self, shard: str, first_row: int, batch: pa.RecordBatch) -> None:
+        if self._has_empty("rows", shard, batch):
             return
         ids = batch["request_id"].dictionary_encode()
         known = [self._index.get(name, -1) for name in ids.dictionary.to_pylist()]
@@ -200,7 +208,8 @@ class _Check:
         for kind, where in found.items():
             if count := int(where.sum()):
                 places = [
-                    f"{shard} row {first_row + i} (request {batch['request_id'][int(i)]})"
+                    f"{shard} row {first_row + i} "
+                    f"(request {shown(batch['request_id'][int(i)].as_py())})"
                     for i in np.flatnonzero(where)[:_EXAMPLES]
                 ]
                 self.problems.add(kind, places, count)
@@ -225,12 +234,12 @@ def _wrong_columns(found: pa.Schema, expected: pa.Schema) -> list[str]:
     for column in expected:
         place = found.get_field_index(column.name)
         if place < 0:
-            if column.name not in _ADDED_LATER:
+            if column.name not in ADDED_LATER:
                 wrong.append(f"{column.name} is missing")
         elif not (kind := found.field(place).type).equals(column.type):
             wrong.append(_type_problem(column.name, kind, column.type))
     unknown = set(found.names) - set(expected.names)
-    return wrong + [f"unexpected column {name}" for name in sorted(unknown)]
+    return wrong + [f"unexpected column {shown(name)}" for name in sorted(unknown)]
 
 
 def _type_problem(name: str, found: Any, expected: Any) -> str:

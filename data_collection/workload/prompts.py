@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_collection.dataset.export_transcripts import TRANSCRIPTS_SCHEMA
+from data_collection.parquet_file import UnusableParquetError, open_parquet, parquet_batches
 from data_collection.text_file import text_lines
 from data_collection.workload.engine_options import LARGEST, Sampling
 
@@ -432,18 +432,22 @@ def load_transcripts(path: Path, limit: int | None = None) -> TranscriptFile:
 
 def _read_parquet(path: Path) -> tuple[dict[str, str], list[tuple[str, Any]]]:
     try:
-        table = pq.read_table(path)
-        rows = table.to_pylist()
+        with open_parquet(path) as file:
+            schema = file.schema_arrow
+        missing = [name for name in TRANSCRIPTS_SCHEMA.names if name not in schema.names]
+        if missing:
+            raise PromptError(f"{path}: not a file of transcripts: it has no {', '.join(missing)}")
+        batches = parquet_batches(path, TRANSCRIPTS_SCHEMA.names)
+        rows = [row for batch in batches for row in batch.to_pylist()]
+    except UnusableParquetError as error:
+        raise PromptError(str(error)) from error
     except FileNotFoundError as error:
         raise PromptError(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise PromptError(f"{path}: not a whole Parquet file: {error}") from error
-    missing = [name for name in TRANSCRIPTS_SCHEMA.names if name not in table.column_names]
-    if missing:
-        raise PromptError(f"{path}: not a file of transcripts: it has no {', '.join(missing)}")
     described = {
         key.decode(errors="replace"): value.decode(errors="replace")
-        for key, value in (table.schema.metadata or {}).items()
+        for key, value in (schema.metadata or {}).items()
     }
     return described, [(f"{path}, row {i}", row) for i, row in enumerate(rows)]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_collection.dataset.dataset_schema import (
-    REQUESTS_SCHEMA,
     DatasetError,
     Session,
+    read_columns,
     read_sessions,
     requests_files,
     split_requests,
@@ -19,7 +19,7 @@ from data_collection.dataset.dataset_schema import (
 from data_collection.workload.prompts import PromptError, Transcript, load_transcripts
 from predictor.models.hidden_state_mlp import PROMPT_LAYER
 from predictor.prompts.prompt_embedding import PromptEmbedding, PromptEmbeddingError
-from predictor.training.row_table import HiddenStates, Requests, RowTable, read_shards
+from predictor.training.row_table import HiddenStates, Requests, RowTable
 
 __all__ = ["load_prompt_rows"]
 
@@ -108,7 +108,8 @@ def _commit(revision: str) -> str | None:
 
 def _of_dataset(dataset: Path) -> tuple[Session, list[_Answer]]:
     session, files = read_sessions(dataset)[-1], requests_files(dataset)
-    requests = read_shards(files, REQUESTS_SCHEMA).to_pylist() if files else []
+    columns = ["external_id", "prompt_token_ids", "total_tokens", "finish_reason", "max_tokens"]
+    requests = read_columns(files, [*columns, "temperature", "task"]).to_pylist()
     return session, list(map(_answer, requests))
 
 
@@ -118,9 +119,9 @@ def _answer(request: dict[str, Any]) -> _Answer:
         prompt=request["prompt_token_ids"] or [],
         tokens=request["total_tokens"],
         finish_reason=request["finish_reason"],
-        max_tokens=request["max_tokens"] or 0,
+        max_tokens=request["max_tokens"],
         temperature=request["temperature"],
-        task=request["task"] or "",
+        task=request["task"],
     )
 
 

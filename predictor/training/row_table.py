@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_collection.dataset.dataset_schema import (
+    MAY_BE_EMPTY,
     REQUESTS_SCHEMA,
     DatasetError,
     Session,
@@ -16,6 +17,7 @@ from data_collection.dataset.dataset_schema import (
     read_sessions,
     requests_files,
     rows_files,
+    shard_batches,
 )
 
 __all__ = ["HiddenStates", "Requests", "RowTable", "load_rows", "read_shards"]
@@ -181,8 +183,7 @@ def load_rows(dataset: Path, adapter: str = "") -> RowTable:
         if not files:
             raise DatasetError(f"{dataset}: no data/{kind}-*.parquet, nothing was recorded yet")
         for file in files:
-            with open_shard(file):
-                pass  # it is whole, or refused
+            _refuse_unusable(file)
     try:
         rows = read_shards(shards["rows"])
         requests = read_shards(shards["requests"], REQUESTS_SCHEMA)
@@ -195,6 +196,17 @@ def load_rows(dataset: Path, adapter: str = "") -> RowTable:
             f"{dataset}: a shard cannot be read ({type(error).__name__}: {error}); "
             "`headway dataset validate` lists what is wrong"
         ) from error
+
+
+def _refuse_unusable(file: Path) -> None:
+    """Refuse a shard that is not whole, too large in memory, or has empty values."""
+    with open_shard(file) as shard:
+        names = shard.schema_arrow.names
+    checked = [name for name in names if name != "hidden_state" and name not in MAY_BE_EMPTY]
+    for batch in shard_batches(file, checked, rows=1 << 16):
+        for name in checked:
+            if batch[name].null_count:
+                raise DatasetError(f"{file}: empty values in {name}")
 
 
 def read_shards(files: Sequence[Path], schema: Any = None) -> Any:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_collection.atomic_file import replace_file
+from data_collection.parquet_file import UnusableParquetError, open_parquet
 from data_collection.shipped_files import find_shipped
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.registry import COUNT, Checked
@@ -214,11 +215,14 @@ def read_recording(path: Path) -> ForecastRecording:
     """
     path = find_shipped(path)
     try:
-        table = pq.ParquetFile(path).read()
-        described = json.loads((table.schema.metadata or {})[_KEY])
+        with open_parquet(path) as file:
+            table = file.read()
+        described = dict(json.loads((table.schema.metadata or {})[_KEY]))
+    except UnusableParquetError as error:
+        raise ValueError(str(error)) from error
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{path}: cannot be read as Parquet: {error}") from error
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path}: no recording of forecasts; `headway record` makes one"
         ) from error
@@ -234,6 +238,8 @@ def read_recording(path: Path) -> ForecastRecording:
 
 
 def _recording(table: Any, described: dict[str, Any]) -> ForecastRecording:
+    if empty := [name for name in table.column_names if table.column(name).null_count]:
+        raise ValueError(f"empty values in {', '.join(empty)}")
     survival = table.column("survival").combine_chunks()
     edges = np.array(described["edges"], dtype=np.float64)
     steps = survival.flatten().flatten().to_numpy().reshape(-1, len(edges))

@@ -400,6 +400,13 @@ def test_an_invalid_recording_is_refused(recording: Path, tmp_path: Path) -> Non
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(ValueError, match="no recording of forecasts; `headway record` makes one"):
         read_recording(path)
+    for described in (b"[]", b"null", b"[" * 100_000):
+        pq.write_table(pa.table({"a": [1]}, metadata={b"headway": described}), path)
+        with pytest.raises(ValueError, match=r"forecasts\.parquet: (no|a) recording of"):
+            read_recording(path)
+    pq.write_table(pa.table([[1], [2]], names=["a", "a"]), path)
+    with pytest.raises(ValueError, match=r"forecasts\.parquet: it has column 'a' more than once"):
+        read_recording(path)
     table = pq.read_table(recording)
     metadata = table.schema.metadata
     newer = {b"headway": metadata[b"headway"].replace(b'"version": 1', b'"version": 2')}
@@ -410,6 +417,11 @@ def test_an_invalid_recording_is_refused(recording: Path, tmp_path: Path) -> Non
         table.drop_columns(["survival"]),
         table.set_column(1, "output_tokens", pa.array([1] * len(table), pa.int32())),
         table.slice(0, 0),
+        table.set_column(
+            table.schema.get_field_index("max_tokens"),
+            "max_tokens",
+            pa.array([None, *table["max_tokens"].to_pylist()[1:]], pa.int32()),
+        ),
     ):
         pq.write_table(damaged.replace_schema_metadata(metadata), path)
         with pytest.raises(ValueError, match=r"forecasts\.parquet: a damaged recording"):
