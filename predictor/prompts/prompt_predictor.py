@@ -52,6 +52,11 @@ class PromptPredictor:
                 f"{checkpoint}: forecasts from hidden states, not from prompts; train one with "
                 "`headway train fit --config configs/predictor/prompt.yaml`"
             )
+        if int(model.config()["trained_remaining_tokens"][1]) < 1:
+            raise CheckpointError(
+                f"{checkpoint}: config.json says trained_remaining_tokens "
+                f"{list(model.config()['trained_remaining_tokens'])}: it has learned from no answer"
+            )
         try:
             embedding = PromptEmbedding.load(Path(find_shipped(checkpoint)))
         except PromptEmbeddingError as error:

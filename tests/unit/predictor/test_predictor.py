@@ -122,6 +122,60 @@ def test_a_folder_that_is_no_checkpoint_is_refused(
         load_predictor(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("trained_remaining_tokens", [], r"length 2, got 0 - at `\$\.trained_remaining_tokens"),
+        ("trained_remaining_tokens", None, r"got `null` - at `\$\.trained_remaining_tokens"),
+        ("trained_remaining_tokens", [1, float("nan")], r"at `\$\.trained_remaining_tokens\[1\]"),
+        ("trained_generated_tokens", [0, -5], r"at `\$\.trained_generated_tokens\[1\]"),
+        ("averaging_half_life", float("nan"), r"at `\$\.averaging_half_life"),
+        ("averaging_half_life", float("inf"), r"at `\$\.averaging_half_life"),
+        ("hidden_size", 10**22, r"at `\$\.hidden_size"),
+        ("hidden_size", "8", r"at `\$\.hidden_size"),
+        ("edges", [], r"length >= 2 - at `\$\.edges"),
+        ("edges", [0, float("nan")], r"at `\$\.edges\[1\]"),
+        ("edges", [0, 10**22], r"at `\$\.edges\[1\]"),
+        ("edges", [5, 0], "edges must be whole token counts that ascend from 0"),
+        ("widths", [[[8]]], r"at `\$\.widths\[0\]"),
+        ("model", None, r"at `\$\.model"),
+        ("recalibration_nominal", [0.0, float("nan"), 1.0], "recalibration"),
+    ],
+)
+def test_a_checkpoint_s_settings_that_cannot_be_are_named(
+    tmp_path: Path, field: str, value: Any, message: str
+) -> None:
+    small(SurvivalMLP, edges=[0, 5], widths=[4]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_predictor(str(tmp_path))
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_settings_nested_deeply_are_refused(tmp_path: Path) -> None:
+    small(SurvivalMLP, edges=[0, 5], widths=[4]).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"kind": ' + "[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
+        load_predictor(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+@pytest.mark.parametrize("name", ["network.0.weight", "input_mean", "input_std", "count_std"])
+def test_weights_that_forecast_nonsense_are_refused(
+    tmp_path: Path, name: str, value: float
+) -> None:
+    """One of them is enough: every forecast would be the same, or none."""
+    predictor = small(SurvivalMLP, edges=[0, 5], widths=[4], inputs=["prompt_tokens"])
+    predictor.state_dict()[name].view(-1)[0] = value
+    predictor.save_pretrained(tmp_path)
+    if name.endswith("std") or not np.isfinite(value):
+        with pytest.raises(CheckpointError, match=f"{name} has values that are"):
+            load_predictor(str(tmp_path))
+    else:
+        load_predictor(str(tmp_path))
+
+
 def test_a_checkpoint_of_the_other_kind_is_refused() -> None:
     survival, regressor = small(SurvivalMLP, edges=[0, 5]).config(), small(RemainingLengthMLP)
     with pytest.raises(CheckpointError, match=r"'survival' checkpoint .* is no remaining-length"):

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -186,6 +187,32 @@ def test_a_predictor_of_hidden_states_is_refused(
         (folder / name).unlink()
         with pytest.raises(CheckpointError, match=name):
             PromptPredictor.load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config.json", {"trained_remaining_tokens": [0, 0]}, "has learned from no answer"),
+        ("config.json", {"trained_remaining_tokens": []}, "trained_remaining_tokens"),
+        ("config.json", {"trained_remaining_tokens": [1, float("nan")]}, "trained_remaining"),
+        ("config.json", {"hidden_size": 8}, "cannot be loaded"),
+        ("embedding.json", {"before": None}, "damaged prompt embedding"),
+        ("embedding.json", {"after": [[[1]]]}, "damaged prompt embedding"),
+        ("embedding.json", {"before": [float("nan")]}, "damaged prompt embedding"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    tmp_path: Path, file: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "prompt"
+    shutil.copytree(ROOT / "checkpoints" / "smollm2-135m-instruct-prompt", folder)
+    settings = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(settings | changes))
+    with pytest.raises(CheckpointError, match=message):
+        PromptPredictor.load(str(folder))
+    (folder / file).write_text('{"kind": "survival", "before": ' + "[" * 100_000)
+    with pytest.raises(CheckpointError):
+        PromptPredictor.load(str(folder))
 
 
 def test_transcripts_that_cannot_be_read_are_refused(transcripts: Path, tmp_path: Path) -> None:
