@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from data_collection.capture.requests import FinishedRequest
 from data_collection.vllm_adapter.requests import finished_request
-from data_collection.vllm_adapter.scheduling import bind_cache_manager
+from data_collection.vllm_adapter.scheduling import arrival, bind_cache_manager
 from data_collection.vllm_adapter.steps import FINISHED_ATTRIBUTE
 
 __all__ = ["HeadwayScheduler", "SchedulerPart"]
@@ -85,6 +85,11 @@ class HeadwayScheduler(Scheduler):  # type: ignore[misc]
     def part(self, kind: type[Part]) -> Part:
         """Return the part of a kind."""
         return next(part for part in self._parts if isinstance(part, kind))
+
+    def add_request(self, request: Request) -> None:
+        """Take a request as usual, and note when it came."""
+        arrival(request)
+        super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule a step as usual, and add for the workers what ended and what the parts have."""

@@ -1,5 +1,6 @@
 """vLLM's scheduler: the requests it holds, the order of its queue, its room, and its answers."""
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import nan
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ __all__ = [
     "HeldRequest",
     "QueuedRequest",
     "add_output",
+    "arrival",
     "bind_cache_manager",
     "fullness",
     "held_requests",
@@ -26,6 +28,22 @@ __all__ = [
     "room",
     "slots_to_begin",
 ]
+
+_LONGEST_ON_ITS_WAY = 10.0
+"""Seconds from the API server to the scheduler, at most."""
+
+
+def arrival(request: Any) -> float:
+    """Return when a request came to the API server, on this process's monotonic clock.
+
+    vLLM notes the time of day. That may be set while the request is here, or be another machine's:
+    it is read once, as the request comes to the scheduler, and cannot say more than ten seconds.
+    """
+    known: float | None = getattr(request, "headway_arrival", None)
+    if known is None:
+        ago = min(max(0.0, time.time() - request.arrival_time), _LONGEST_ON_ITS_WAY)
+        known = request.headway_arrival = time.monotonic() - ago
+    return known
 
 
 def bind_cache_manager(scheduler: Any) -> None:
@@ -88,7 +106,7 @@ class QueuedRequest(NamedTuple):
     """A request that waits to be begun, or was preempted.
 
     Attributes:
-        arrived: when it came, seconds since 1970.
+        arrived: when it came, in seconds of the monotonic clock.
         context: tokens of its prompt, and of those generated before it was preempted.
         prompt: its token ids; None if the prompt was given as embeddings.
         generated: tokens generated before it was preempted.
@@ -110,7 +128,7 @@ def queued_requests(scheduler: Any) -> list[QueuedRequest]:
     return [
         QueuedRequest(
             request=request,
-            arrived=request.arrival_time,
+            arrived=arrival(request),
             context=request.num_tokens,
             prompt=request.prompt_token_ids,
             generated=request.num_output_tokens,

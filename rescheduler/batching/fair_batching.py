@@ -90,8 +90,7 @@ class FairBatching(SchedulerPart):
             self._garbage.start()
         self._began = time.monotonic()
         self._admits = self._has_room()
-        now = time.time() + self._clock.begins(self._began) - self._began
-        table = self._look(now)
+        table = self._look(self._clock.begins(self._began))
         self.batch_plan = None
         if self._plans:
             plan = plan_batch(self.times.rules, table)
@@ -131,12 +130,12 @@ class FairBatching(SchedulerPart):
     def updated(self, step: Any, outputs: Any) -> None:
         """Send rejections, and collect garbage if it is the time."""
         if self._config.deadlines == "first_token":
-            self._note_first_tokens(step, time.time())
+            self._note_first_tokens(step, time.monotonic())
         for client, rejection in self._rejections:
             scheduling.add_output(outputs, client, rejection)
         self._rejections.clear()
         if self._garbage is not None:
-            self._garbage.between_steps(self._prompts_wait, self._due - time.time())
+            self._garbage.between_steps(self._prompts_wait, self._due - time.monotonic())
 
     def ended(self, request: Any) -> None:
         """Forget a request."""
@@ -196,7 +195,7 @@ class FairBatching(SchedulerPart):
                 continue
             self._begun.add(name)
             promised = self.objectives_of(request)
-            self._objectives[name] = promised._replace(ttft=now - request.arrival_time)
+            self._objectives[name] = promised._replace(ttft=now - scheduling.arrival(request))
 
     def _budget(self, table: RequestTable, objectives: Objectives) -> float:
         whole_steps = self._config.whole_steps
@@ -257,7 +256,7 @@ def read_table(
         due = objectives_of(held.request)
         return RequestRow(
             name=held.request.request_id,
-            slack=due.deadline(held.request.arrival_time, held.generated) - now,
+            slack=due.deadline(scheduling.arrival(held.request), held.generated) - now,
             tpot=due.tpot,
             decoding=held.decoding,
             wanted=held.wanted,

@@ -16,6 +16,7 @@ from data_collection.models import name_of
 from data_collection.vllm_adapter.requests import ended_by_itself
 from data_collection.vllm_adapter.scheduling import (
     QueuedRequest,
+    arrival,
     fullness,
     move_to_front,
     queued_requests,
@@ -105,7 +106,7 @@ class EngineOrder(SchedulerPart):
             more = request.num_output_tokens - self._mean
             cut = str(request.get_finished_reason()) == "length"  # it would have gone on
             self._mean += _MEAN_WEIGHT * (max(0.0, more) if cut else more)
-            self._line.ended(max(0.0, time.time() - request.arrival_time))
+            self._line.ended(time.monotonic() - arrival(request))
 
     def _order(self) -> None:
         queue = queued_requests(self.scheduler)
@@ -113,7 +114,7 @@ class EngineOrder(SchedulerPart):
             return
         capacity = fullness(self.scheduler)["kv_capacity_tokens"]
         order, _ = self._line.put_in_order(
-            waited=np.maximum(0.0, time.time() - np.array([one.arrived for one in queue])),
+            waited=time.monotonic() - np.array([one.arrived for one in queue]),
             left=self._expected_left(queue),
             context=np.array([float(one.context) for one in queue]),
             latest=inf,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
+from data_collection.vllm_adapter.scheduling import arrival, queued_requests
 from predictor.forecasts.forecast import PointForecast, SurvivalForecast
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.engine_command import engine_command
@@ -101,9 +102,31 @@ def test_nobody_is_lost_and_the_first_come_stay_first_among_equals(
 def test_who_has_waited_far_too_long_goes_first() -> None:
     made = part(_Request("a", 10, 90), _Request("b", 10, 5), _Request("c", 10, 40))
     for request in list(made.scheduler.waiting)[:1]:
-        request.arrival_time -= 1e5
+        request.headway_arrival = time.monotonic() - 1e5
     made.before_scheduling()
     assert names(made)[0] == "a"
+
+
+def test_the_time_of_day_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By days, forwards or back, while requests wait: who has waited longest stays first."""
+    requests = [_Request(name, 10, most) for name, most in (("a", 900), ("b", 5), ("c", 40))]
+    made = part(*requests)
+    clock = time.time
+    for days, request in zip((0, 3, -3), requests, strict=True):
+        monkeypatch.setattr(time, "time", lambda days=days: clock() + days * 86400)
+        request.arrival_time = time.time()
+        arrival(request)
+    for days in (0, 3, -3):
+        monkeypatch.setattr(time, "time", lambda days=days: clock() + days * 86400)
+        waited = [time.monotonic() - one.arrived for one in queued_requests(made.scheduler)]
+        assert waited == sorted(waited, reverse=True)
+        assert max(waited) < 60
+    request = _Request("late", 10, 5)
+    request.arrival_time -= 3
+    assert 3 <= time.monotonic() - arrival(request) < 60, "what it took from the API server counts"
+    request = _Request("of another clock", 10, 5)
+    request.arrival_time -= 1e6
+    assert time.monotonic() - arrival(request) < 70
 
 
 def test_a_preempted_request_is_expected_to_generate_what_is_left() -> None:
