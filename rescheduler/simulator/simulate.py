@@ -205,5 +205,6 @@ _SCHEMA = pa.schema(
         *((name, pa.float64()) for name in _TIMES),
         *((name, pa.int64()) for name in _COUNTS),
         ("tpot_worst", pa.float64()),
+        ("client", pa.int64()),
     ]
 )

@@ -333,6 +333,7 @@ class Simulation:
             prompt=np.ascontiguousarray(block.prompt, dtype=np.int64),
             output=np.ascontiguousarray(block.output, dtype=np.int64),
             template=np.ascontiguousarray(block.template, dtype=np.int64),
+            client=np.ascontiguousarray(block.client, dtype=np.int64),
         )
         scalars["cursor"] = 0
         scalars["block_length"] = len(block.prompt)

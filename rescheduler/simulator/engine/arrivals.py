@@ -90,6 +90,7 @@ def _take(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> int:
     request.number = scalars.revealed
     scalars.revealed += 1
     request.template = arrivals.template[at]
+    request.client = arrivals.client[at]
     request.prompt = arrivals.prompt[at]
     request.output = arrivals.output[at]
     request.generated = 0

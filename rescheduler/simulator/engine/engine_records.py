@@ -36,6 +36,7 @@ REQUEST = np.dtype(
     [
         ("number", np.int64),
         ("template", np.int64),
+        ("client", np.int64),
         ("prompt", np.int64),
         ("output", np.int64),
         ("generated", np.int64),  # while it decodes: as of when it began to
@@ -90,6 +91,7 @@ FINISHED = np.dtype(
         ("preemptions", np.int64),
         ("migrations", np.int64),
         ("tpot_worst", np.float64),
+        ("client", np.int64),
     ],
     align=True,
 )

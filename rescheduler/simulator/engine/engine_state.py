@@ -231,7 +231,7 @@ class Arrivals(NamedTuple):
         target: [pool limit] where the last decision sends them.
         server_request: [n_servers] row that each prefill server works on, or -1.
         server_free: [n_servers] seconds at which it is free.
-        arrival, prompt, output, template: a block of the trace.
+        arrival, prompt, output, template, client: a block of the trace.
     """
 
     pool: IntArray
@@ -242,6 +242,7 @@ class Arrivals(NamedTuple):
     prompt: IntArray
     output: IntArray
     template: IntArray
+    client: IntArray
 
 
 class Series(NamedTuple):
@@ -313,6 +314,7 @@ def new_arrivals(rules: Rules, n_servers: int) -> Arrivals:
         prompt=none,
         output=none,
         template=none,
+        client=none,
     )
 
 

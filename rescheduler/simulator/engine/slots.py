@@ -146,6 +146,7 @@ def _write_out(cluster: Cluster, row: int, g: int, end: float) -> None:
     record.preemptions = request.preemptions
     record.migrations = request.migrations
     record.tpot_worst = request.tpot_worst
+    record.client = request.client
     scalars.finished += 1
     if request.target != NONE:
         scalars.leaving -= 1

@@ -57,8 +57,10 @@ def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, fl
     ``tpot_worst`` see `SLOConfig`, ``itl`` the time between two tokens of a request: each a mean,
     with ``_p50``, ``_p95`` and ``_p99`` beside it. ``goodput`` counts the requests per second that
     meet both objectives, ``violated`` is the share of those that do not, the ``rejected`` ones
-    among them. ``energy`` reads utilisation as own load / max load, ``energy_mfu`` as mfu /
-    mfu_sat. Figures that the run has no data for are left out.
+    among them. Where several clients sent requests, ``latency_of_clients`` is the mean over them
+    of each one's mean latency, and ``latency_worst_client`` is the highest. ``energy`` reads
+    utilisation as own load / max load, ``energy_mfu`` as mfu / mfu_sat. Figures that the run has
+    no data for are left out.
 
     Args:
         result: of the run.
@@ -83,6 +85,7 @@ def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, fl
     ttft = requests.first_token - requests.arrival
     tpot = time_per_output_token(requests, result.prefilled_first_token)
     figures |= _distribution("latency", requests.end - requests.arrival)
+    figures |= _of_clients(requests)
     figures |= _distribution("ttft", ttft)
     figures |= _distribution("tpot", tpot)
     figures |= _distribution("tpot_worst", requests.tpot_worst)
@@ -180,6 +183,16 @@ def _distribution(name: str, values: FloatArray) -> dict[str, float]:
         return {}
     quantiles = np.quantile(values, [percentile / 100 for percentile in _PERCENTILES])
     return {name: values.mean()} | _named(name, quantiles)
+
+
+def _of_clients(requests: RequestRecords) -> dict[str, float]:
+    ended = ~np.isnan(requests.end)
+    client, latency = requests.client[ended], (requests.end - requests.arrival)[ended]
+    clients, sent_by = np.unique(client, return_inverse=True)
+    if len(clients) < 2:
+        return {}
+    means = np.bincount(sent_by, weights=latency) / np.bincount(sent_by)
+    return {"latency_of_clients": means.mean(), "latency_worst_client": means.max()}
 
 
 def _inter_token_latency(result: RunResult) -> dict[str, float]:

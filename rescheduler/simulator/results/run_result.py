@@ -30,6 +30,7 @@ class RequestRecords(NamedTuple):
         migrations: times it moved.
         tpot_worst: its worst running mean of seconds per output token, see `SLOConfig`; NaN
             where that is not asked for, and of a single token.
+        client: number of the account that sent it, see `TraceBlock`.
     """
 
     number: IntArray
@@ -44,6 +45,7 @@ class RequestRecords(NamedTuple):
     preemptions: IntArray
     migrations: IntArray
     tpot_worst: FloatArray
+    client: IntArray
 
 
 class LoadSeries(NamedTuple):

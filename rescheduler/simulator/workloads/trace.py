@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 __all__ = [
     "BLOCK_REQUESTS",
+    "MOST_CLIENTS",
     "ResampledTrace",
     "Trace",
     "TraceBlock",
@@ -25,6 +26,9 @@ IntArray = npt.NDArray[np.int64]
 BLOCK_REQUESTS = 65_536
 """Most requests in a block, so that memory does not grow with a trace's length."""
 
+MOST_CLIENTS = 4_096
+"""Clients of a file that are told apart: all that come later count as one, the last."""
+
 
 class TraceBlock(NamedTuple):
     """Requests that follow one another in a trace.
@@ -34,12 +38,15 @@ class TraceBlock(NamedTuple):
         prompt: [n] prompt tokens, at least 1.
         output: [n] tokens that the request generates, at least 1.
         template: [n] row of a recording of forecasts that the request repeats; -1 without.
+        client: [n] number of the account that sent it, below `MOST_CLIENTS` where a file says it;
+            0 without.
     """
 
     arrival: FloatArray
     prompt: IntArray
     output: IntArray
     template: IntArray
+    client: IntArray
 
 
 class Trace(Protocol):
@@ -76,6 +83,7 @@ def lengths_block(
         prompt=np.ascontiguousarray(prompt, dtype=np.int64),
         output=np.ascontiguousarray(output, dtype=np.int64),
         template=np.full(len(prompt), -1, dtype=np.int64) if template is None else template,
+        client=np.zeros(len(prompt), dtype=np.int64),
     )
 
 

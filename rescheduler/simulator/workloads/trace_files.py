@@ -30,7 +30,13 @@ from rescheduler.simulator.workloads.length_generators import (
     LognormalLengths,
     StarLengths,
 )
-from rescheduler.simulator.workloads.trace import BLOCK_REQUESTS, Trace, TraceBlock, lengths_block
+from rescheduler.simulator.workloads.trace import (
+    BLOCK_REQUESTS,
+    MOST_CLIENTS,
+    Trace,
+    TraceBlock,
+    lengths_block,
+)
 from rescheduler.simulator.workloads.trace_formats import Row, TraceFormatName, recognise
 
 __all__ = ["GENERATORS", "TraceFile", "announce_traces", "create_trace"]
@@ -54,7 +60,7 @@ GENERATORS = Registry[Trace](
 LONGEST = 10_000_000
 """Tokens above which a length is taken for a mistake."""
 
-_LONGEST_LINE = 1 << 20
+_LONGEST_LINE, _LONGEST_CLIENT = 1 << 20, 256
 
 
 _FILE_OPTIONS = ("requests", "skip_empty", "format", "time_unit")
@@ -65,7 +71,8 @@ class TraceFile:
 
     Told apart by their first line, plain or gzipped, whatever the file is called:
 
-    - Headway CSV: ``arrival_s,input_tokens,output_tokens``; ``arrival_s`` may be missing;
+    - Headway CSV: ``arrival_s,input_tokens,output_tokens``; ``arrival_s`` may be missing, and
+      ``client`` may say who sent each request: clients are numbered as they appear;
     - Azure LLM inference traces 2023 and 2024: ``TIMESTAMP,ContextTokens,GeneratedTokens``;
     - BurstGPT (arXiv:2401.17644): ``Timestamp,Model,Request tokens,Response tokens,Total
       tokens,Log Type``; a request with 0 response tokens failed there, and is left out;
@@ -133,10 +140,11 @@ class TraceFile:
         """
         del generator
         first: float | None = None
+        clients: dict[str, int] = {}
         requests = islice(self._checked(), self._requests)
         while rows := list(islice(requests, BLOCK_REQUESTS)):
             first = rows[0][1] if first is None else first
-            yield self._block(rows, first)
+            yield self._block(rows, first, clients)
         if first is None:
             raise ValueError(f"{self._path}: no requests in it")
 
@@ -182,7 +190,7 @@ class TraceFile:
         logs_failures, skip_empty = self._reader.form.logs_failures, self._skip_empty
         last = -math.inf
         for row in self._reader.rows(path, self._lines()):
-            line, time, prompt, output = row
+            line, time, prompt, output, client = row
             if (output == 0 and logs_failures) or (skip_empty and 0 in (prompt, output)):
                 continue
             if not (0 < prompt <= LONGEST and 0 < output <= LONGEST):
@@ -191,14 +199,22 @@ class TraceFile:
                 if not last <= time < math.inf:
                     raise ValueError(f"{path}:{line}: {_wrong_time(time)}")
                 last = time
+            if len(client) > _LONGEST_CLIENT:
+                raise ValueError(
+                    f"{path}:{line}: a client of {len(client)} characters, "
+                    f"{_LONGEST_CLIENT} are the most: is it the right column?"
+                )
             yield row
 
-    def _block(self, rows: list[Row], first: float) -> TraceBlock:
-        _, times, prompts, outputs = zip(*rows, strict=True)
+    def _block(self, rows: list[Row], first: float, numbers: dict[str, int]) -> TraceBlock:
+        _, times, prompts, outputs, clients = zip(*rows, strict=True)
         # Subtracted before the division, so that time stamps since 1970 lose no digits.
         since_first = np.array([time - first for time in times], dtype=np.float64)
         lengths = lengths_block(np.array(prompts), np.array(outputs))
-        return lengths._replace(arrival=since_first / self._reader.ticks)
+        return lengths._replace(
+            arrival=since_first / self._reader.ticks,
+            client=np.array([_number(numbers, client) for client in clients], dtype=np.int64),
+        )
 
 
 def announce_traces(verb: str, traces: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -244,6 +260,14 @@ def create_trace(name: str | None = None, path: str | Path | None = None, **opti
                 f"a trace file has no option {option!r}; it takes: {', '.join(_FILE_OPTIONS)}"
             )
     return TraceFile(path, **options)
+
+
+def _number(numbers: dict[str, int], client: str) -> int:
+    """Return the number of a client, and note it if it is new and not one of too many."""
+    number = numbers.get(client, len(numbers))
+    if number < MOST_CLIENTS - 1:
+        numbers[client] = number
+    return number
 
 
 def _wrong_length(prompt: int, output: int) -> str:

@@ -20,8 +20,9 @@ _EPOCH = datetime(1970, 1, 1)
 _MICROSECOND = timedelta(microseconds=1)
 _WHOLE_FILE = ("[", "{\n", "{\r\n")
 
-Row = tuple[int, float, int, int]
-"""Line, arrival in ticks (NaN without), prompt and output tokens of one request, unchecked."""
+Row = tuple[int, float, int, int, str]
+"""Line, arrival in ticks (NaN without), prompt and output tokens of one request, and the name of
+its client (empty without), unchecked."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class TraceFormat:
         unit: of its arrivals; None: they are dates.
         why: the unit is taken to be this.
         expected: of its arrivals, if they are in this unit.
+        client: its column of clients, which may be missing; None: it has none.
         timeless: whether the column of arrivals may be missing.
         logs_failures: whether requests without output are failures.
         lines: whether a line is a JSON object, not CSV.
@@ -48,6 +50,7 @@ class TraceFormat:
     unit: TimeUnit | None
     why: str
     expected: Expected
+    client: str | None = None
     timeless: bool = False
     logs_failures: bool = False
     lines: bool = False
@@ -72,6 +75,7 @@ FORMATS: dict[TraceFormatName, TraceFormat] = {
         unit="s",
         why="by the name of arrival_s",
         expected=EXPECTED,
+        client="client",
         timeless=True,
     ),
     "azure": TraceFormat(
@@ -145,6 +149,8 @@ class _CSVReader:
         time_at = self.header.index(self.form.time) if self.timed else None
         prompt_at = self.header.index(self.form.prompt)
         output_at = self.header.index(self.form.output)
+        client = self.form.client
+        client_at = self.header.index(client) if client in self.header else None
         try:
             while _is_blank(next(reader, ["no lines"])):
                 pass
@@ -162,7 +168,8 @@ class _CSVReader:
                     prompt, output = int(row[prompt_at]), int(row[output_at])
                 except ValueError:
                     time, prompt, output = self._odd(row, f"{path}:{reader.line_num}")
-                yield reader.line_num, time, prompt, output
+                client = "" if client_at is None else row[client_at].strip()
+                yield reader.line_num, time, prompt, output, client
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: {error}") from error
 
@@ -233,7 +240,7 @@ class _MooncakeReader:
                 request = decode(line)
             except msgspec.DecodeError as error:
                 raise ValueError(f"{path}:{number}: no request of Mooncake's: {error}") from None
-            yield number, request.timestamp, request.input_length, request.output_length
+            yield number, request.timestamp, request.input_length, request.output_length, ""
 
 
 RowReader = _CSVReader | _MooncakeReader
@@ -287,7 +294,8 @@ def recognise(
         raise ValueError(
             f"{where}: lacks {', '.join(map(repr, form.missing(header)))}, which format {name} has"
         )
-    twice = [column for column in form.columns if header.count(column) > 1]
+    read = (*form.columns, form.client)
+    twice = [column for column in read if column is not None and header.count(column) > 1]
     if twice:
         raise ValueError(f"{where}: has the column {twice[0]!r} twice")
     if time_unit is not None and form.time not in header:

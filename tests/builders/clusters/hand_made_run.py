@@ -23,6 +23,7 @@ def requests(**columns: Any) -> RequestRecords:
         "preemptions": [0, 0, 1],
         "migrations": [0, 0, 0],
         "tpot_worst": [np.nan, np.nan, np.nan],
+        "client": [0, 0, 0],
         **columns,
     }
     return RequestRecords(**{name: np.array(values) for name, values in given.items()})

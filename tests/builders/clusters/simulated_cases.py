@@ -36,8 +36,11 @@ class ListedTrace:
 
     name = "listed"
 
-    def __init__(self, requests: Requests, block: int = 5) -> None:
+    def __init__(
+        self, requests: Requests, block: int = 5, clients: list[int] | None = None
+    ) -> None:
         self.requests, self.block = requests, block
+        self.clients = clients or [0] * len(requests)
 
     @property
     def has_arrivals(self) -> bool:
@@ -51,6 +54,7 @@ class ListedTrace:
                 prompt=np.array([prompt for _, prompt, _ in part], dtype=np.int64),
                 output=np.array([output for _, _, output in part], dtype=np.int64),
                 template=np.full(len(part), -1, dtype=np.int64),
+                client=np.array(self.clients[start : start + self.block], dtype=np.int64),
             )
 
 

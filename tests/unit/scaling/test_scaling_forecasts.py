@@ -23,7 +23,7 @@ def trace_of(n: int = 2000, arrival: np.ndarray | None = None) -> ResampledTrace
 
 
 def day_of(counts: np.ndarray, history: np.ndarray, period: int = 60) -> Day:
-    nothing = TraceBlock(*(np.empty(0) for _ in range(4)))  # type: ignore[arg-type]
+    nothing = TraceBlock(*(np.empty(0) for _ in range(5)))  # type: ignore[arg-type]
     return Day(nothing, 60.0 * len(counts), period, history, counts)
 
 

@@ -175,6 +175,7 @@ def block(n: int, timed: bool = True) -> TraceBlock:
         prompt=100 + number,
         output=1 + number % 50,
         template=np.full(n, -1),
+        client=np.zeros(n, dtype=np.int64),
     )
 
 

@@ -90,6 +90,27 @@ def test_every_request_is_in_the_folder(tmp_path: Path, small: str) -> None:
     assert "![loads](loads.png)" in (out / "table.md").read_text()
 
 
+def test_a_trace_says_which_client_sent_each_request(tmp_path: Path) -> None:
+    rows = "".join(f"{i / 9},5,{i % 4 + 1},{'ab'[i % 2]}\n" for i in range(40))
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens,client\n" + rows)
+    values = {
+        "cluster": {"instances": 1, "slots": 2},
+        "trace": {"path": str(trace)},
+        "arrivals": {"kind": "trace"},
+        "policies": "fcfs",
+        "seeds": 1,
+    }
+    config = tmp_path / "clients.yaml"
+    config.write_text(yaml.safe_dump(values))
+    out = tmp_path / "out"
+    assert exit_status("simulate", "--config", config, "--out", out) == 0
+    requests = pq.read_table(out / "requests.parquet").to_pylist()
+    assert all(request["client"] == request["number"] % 2 for request in requests)
+    figures = json.loads((out / "results.json").read_text())["fcfs"]
+    assert figures["latency_worst_client"] >= figures["latency_of_clients"] > 0
+
+
 def test_a_folder_of_something_else_is_left_alone(
     tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,14 @@ def test_fine_histograms_give_the_quantiles_of_the_values() -> None:
     np.testing.assert_allclose(found, np.quantile(values, levels), rtol=0.015)
 
 
+def test_each_client_counts_the_same() -> None:
+    """Of the client with two requests 2 and 6 s, of the other one's 9 s."""
+    assert "latency_of_clients" not in run_metrics(run_result())
+    figures = run_metrics(run_result(requests=requests(client=[3, 3, 0])))
+    assert figures["latency_of_clients"] == pytest.approx((4 + 9) / 2)
+    assert figures["latency_worst_client"] == pytest.approx(9)
+
+
 def test_a_run_without_finished_requests_has_no_latencies() -> None:
     nobody = requests(**{name: [] for name in requests()._fields})
     empty = run_result(requests=nobody, itl_histogram=np.zeros(5, dtype=int), seconds=0.0)

@@ -9,6 +9,8 @@ import pytest
 
 from rescheduler.simulator.workloads.trace import (
     BLOCK_REQUESTS,
+    MOST_CLIENTS,
+    ResampledTrace,
     Trace,
     TraceBlock,
     first_requests,
@@ -105,6 +107,8 @@ def test_a_file_may_be_read_in_part_and_without_its_empty_requests(tmp_path: Pat
         (AZURE + "2023-11-16 18:18:00,7,0\n", r"log:5: 0 output tokens; .*skip_empty: true"),
         (HEADWAY + "9,-4,3,c\n", r"log:4: -4 prompt tokens; a length cannot be negative"),
         (HEADWAY + "9,4,20000000,c\n", r"log:4: 20000000 output tokens are more than 10000000"),
+        (HEADWAY + "9,4,5," + "c" * 300 + "\n", r"log:4: a client of 300 characters, 256 are the"),
+        ("input_tokens,output_tokens,client,client\n", r"log:1: has the column 'client' twice"),
         (MOONCAKE + '{"timestamp": 1\n', r"log:4: no request of Mooncake's"),
         (MOONCAKE + '{"timestamp": 40000, "input_length": 3}\n', r"log:4: .*`output_length`"),
         (
@@ -138,6 +142,31 @@ def test_damaged_bytes_are_reported_by_file_and_line(tmp_path: Path) -> None:
         TraceFile(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         TraceFile(tmp_path)
+
+
+def test_clients_are_numbered_as_they_appear(tmp_path: Path) -> None:
+    rows = [f"{i},9,{i % 7 + 1},{name}\n" for i, name in enumerate(["b", "a", "b", "", " a ", "c"])]
+    header = "arrival_s,input_tokens,output_tokens,client\n"
+    trace = TraceFile(write(tmp_path / "log.csv", header + "".join(rows)))
+    block = whole(trace)
+    assert block.client.tolist() == [0, 1, 0, 2, 1, 3]
+    assert timed(trace, "poisson").client.tolist() == [0, 1, 0, 2, 1, 3]
+    drawn = whole(ResampledTrace("log", block, 500))
+    of_output = {(1, 0), (2, 1), (3, 0), (4, 2), (5, 1), (6, 3)}
+    assert set(zip(drawn.output.tolist(), drawn.client.tolist(), strict=True)) == of_output
+    for text in (AZURE, BURSTGPT, MOONCAKE, LENGTHS):
+        assert not whole(TraceFile(write(tmp_path / "log", text))).client.any()
+
+
+def test_clients_of_a_file_are_bounded(tmp_path: Path) -> None:
+    """Memory and the time of a decision grow with them; whoever comes too late shares a number."""
+    n = MOST_CLIENTS + 50
+    rows = "".join(f"9,3,c{i}\n" for i in (*range(n), 0, 1, n - 1))
+    trace = TraceFile(write(tmp_path / "log.csv", "input_tokens,output_tokens,client\n" + rows))
+    client = whole(trace).client
+    assert client[:MOST_CLIENTS].tolist() == list(range(MOST_CLIENTS))
+    assert (client[MOST_CLIENTS:n] == MOST_CLIENTS - 1).all()
+    assert client[n:].tolist() == [0, 1, MOST_CLIENTS - 1]
 
 
 def test_blocks_make_up_the_file(tmp_path: Path) -> None:
