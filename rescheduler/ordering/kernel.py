@@ -39,6 +39,7 @@ __all__ = [
     "Waiting",
     "new_waiting",
     "put_in_order",
+    "sort_by_key",
     "tail_rate",
 ]
 
@@ -72,12 +73,15 @@ class OrderParameters(NamedTuple):
         gamma: of a boost, per second; 0 to estimate it from the latencies seen.
         starvation: times its expected time alone after which a request is overdue.
         by_prompt: costs count prompts alone, for which nothing is forecast.
+        ahead: mean services by which an account may be ahead of another, see
+            `rescheduler.ordering.fairness`; infinite: accounts do not matter.
     """
 
     kind: int
     gamma: float
     starvation: float
     by_prompt: bool
+    ahead: float
 
 
 class Waiting(NamedTuple):
@@ -145,8 +149,8 @@ def put_in_order(parameters: OrderParameters, gamma: float, waiting: Waiting, n:
         )
         waiting.order[rest] = i
         rest += 1
-    _sort(waiting.order, waiting.other, waiting.key, 0, overdue)
-    _sort(waiting.order, waiting.other, waiting.key, overdue, n)
+    sort_by_key(waiting.order, waiting.other, waiting.key, 0, overdue)
+    sort_by_key(waiting.order, waiting.other, waiting.key, overdue, n)
     first = waiting.order[0]
     held = HOLDS_BACK * _due(parameters, waiting, first)
     return overdue > 0 and waiting.waited[first] >= held
@@ -178,7 +182,7 @@ def _due(parameters: OrderParameters, waiting: Waiting, i: int) -> float:
 
 
 @compiled_core
-def _sort(order: IntArray, other: IntArray, key: FloatArray, begin: int, end: int) -> None:
+def sort_by_key(order: IntArray, other: IntArray, key: FloatArray, begin: int, end: int) -> None:
     """Sort a part of an order by keys: merges, which keep ties as they are."""
     width = 1
     while width < end - begin:
@@ -222,7 +226,7 @@ def tail_rate(latencies: FloatArray, n: int, order: IntArray, other: IntArray) -
         return 0.0
     for i in range(n):
         order[i] = i
-    _sort(order, other, latencies, 0, n)
+    sort_by_key(order, other, latencies, 0, n)
     first = int(_TAIL * n)
     quantile, excess = latencies[order[first - 1]], 0.0
     for i in range(first, n):

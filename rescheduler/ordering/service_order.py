@@ -2,11 +2,12 @@
 
 from abc import ABC
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from data_collection.capture.capture_config import SECTION
 from rescheduler.cluster.registry import POSITIVE, Checked, Registry
+from rescheduler.ordering.fairness import slack
 from rescheduler.ordering.kernel import Kind, OrderParameters
 
 __all__ = [
@@ -32,19 +33,20 @@ class ServiceOrder(Checked, ABC, fairness="[0, 1]"):
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
-    fairness: float = field(default=0.0, kw_only=True)
+    fairness: float = 0.0
 
     def _section(self) -> str:
         return f"{self.name}: "
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether it goes by forecasts, if only of how long a wait is too long."""
-        return self.kind != Kind.FCFS
+        """Whether it goes by forecasts, if only of what a long wait or a fair share is."""
+        return self.kind != Kind.FCFS or self.fairness > 0.0
 
     def parameters(self) -> OrderParameters:
         """Return what the kernel reads."""
-        return OrderParameters(int(self.kind), gamma=0.0, starvation=1.0, by_prompt=False)
+        ahead = slack(self.fairness, 1.0)
+        return OrderParameters(int(self.kind), 0.0, starvation=1.0, by_prompt=False, ahead=ahead)
 
 
 _ORDERS = Registry[ServiceOrder]("order of service")
@@ -65,7 +67,7 @@ def create_order(name: str, **options: Any) -> ServiceOrder:
 @service_order("fcfs")
 @dataclass(frozen=True)
 class FirstComeFirstServed(ServiceOrder):
-    """In order of arrival, which needs no forecast."""
+    """In order of arrival, which needs no forecast but for its fairness."""
 
     kind = Kind.FCFS
 
@@ -77,8 +79,8 @@ class _Expected(ServiceOrder, starvation="(1, inf)"):
 
     def parameters(self) -> OrderParameters:
         """Return what the kernel reads."""
-        prompt = self.by == "prompt"
-        return OrderParameters(int(self.kind), 0.0, float(self.starvation), prompt)
+        prompt, starvation = self.by == "prompt", float(self.starvation)
+        return super().parameters()._replace(starvation=starvation, by_prompt=prompt)
 
 
 @service_order("shortest")
@@ -141,7 +143,8 @@ def read_engine_order(additional_config: Mapping[str, Any]) -> EngineOrderConfig
     """Validate what vLLM's additional configuration says of the order.
 
     Raises:
-        ValueError: it says nothing, there is no such order or option, or a value is invalid.
+        ValueError: it says nothing, there is no such order or option, or a value is invalid; or
+            it asks for fairness, and an engine does not know who sent a request.
     """
     section = additional_config.get(SECTION)
     given = section.get("order") if isinstance(section, Mapping) else None
@@ -155,6 +158,11 @@ def read_engine_order(additional_config: Mapping[str, Any]) -> EngineOrderConfig
     if checkpoint is not None and not isinstance(checkpoint, str):
         raise ValueError(
             f"--additional-config, {SECTION}.order.prompt_checkpoint: a folder, not {checkpoint!r}"
+        )
+    if "fairness" in options:
+        raise ValueError(
+            f"--additional-config, {SECTION}.order.fairness: an engine does not know who sent its "
+            "requests; leave it out here, and give it in the order of the proxy"
         )
     try:
         return EngineOrderConfig(create_order(**options), checkpoint)

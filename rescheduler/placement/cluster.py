@@ -111,7 +111,7 @@ class Cluster(Generic[R]):
                 budgets = PrefillBudgets(self.telemetry)
         clock = asyncio.get_running_loop().time
         order = deployed_order(deployment)
-        if order.needs_lengths or order.fairness:
+        if order.needs_lengths:
             self.line = WaitingLine(
                 order,
                 self.decodes,

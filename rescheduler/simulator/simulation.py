@@ -29,6 +29,7 @@ from rescheduler.simulator.engine.engine_state import (
     new_cluster,
     new_policy_state,
     new_series,
+    with_accounts,
     with_more_rows,
     with_wider_pool,
 )
@@ -335,6 +336,8 @@ class Simulation:
             template=np.ascontiguousarray(block.template, dtype=np.int64),
             client=np.ascontiguousarray(block.client, dtype=np.int64),
         )
+        accounts = int(block.client.max(initial=0)) + 1
+        self._cluster = with_accounts(self._cluster, accounts)
         scalars["cursor"] = 0
         scalars["block_length"] = len(block.prompt)
 

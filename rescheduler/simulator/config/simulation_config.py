@@ -431,7 +431,9 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
             self._refuse_beside_formation()
         if self.admission.pab and self.dispatch != "instant":
             raise ValueError("admission.pab: of dispatch instant; a pool lets requests wait")
-        if self.dispatch == "instant" and any(one.name != "fcfs" for one in self.order_choices()):
+        if self.dispatch == "instant" and any(
+            one.name != "fcfs" or one.options.get("fairness") for one in self.order_choices()
+        ):
             raise ValueError(
                 "orders: with dispatch instant no request waits at the router; choose dispatch: "
                 "pool, or leave orders out"

@@ -5,6 +5,7 @@ from math import inf
 import numpy as np
 
 from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.simulator.engine.accounts import come_to_account
 from rescheduler.simulator.engine.engine_state import (
     NONE,
     Arrivals,
@@ -61,6 +62,8 @@ def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: Arriva
             if row == NONE:
                 return Wanted.OVERSIZED
         cluster.requests[row].entered = scalars.steps
+        cluster.requests[row].turn = scalars.dispatched + scalars.waiting
+        cluster.accounts[cluster.requests[row].client].waiting += 1
         arrivals.pool[scalars.waiting] = row
         scalars.waiting += 1
     return Wanted.DONE
@@ -110,6 +113,8 @@ def _take(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> int:
     request.tpot_worst = np.nan
     request.expected = np.nan
     request.cost = np.nan
+    request.service = request.charged = 0.0
+    come_to_account(cluster, row)
     return row  # type: ignore[no-any-return]
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.kernels import Kernel
+from rescheduler.simulator.engine.accounts import charge_account
 from rescheduler.simulator.engine.arrivals import fill_servers, next_arrival, pool_has_room, reveal
 from rescheduler.simulator.engine.batch_choice import BatchArrays, turns_away
 from rescheduler.simulator.engine.decode_step import end_step, prepare_steps, start_steps
@@ -217,6 +218,7 @@ def apply_target(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> None:
             kept += 1
         else:
             scalars.dispatched += 1
+            charge_account(cluster, row)
             if turns_away(rules, cluster, row, g):
                 turn_away(cluster, row, g)
                 continue

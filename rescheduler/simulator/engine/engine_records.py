@@ -2,7 +2,7 @@
 
 import numpy as np
 
-__all__ = ["FINISHED", "INSTANCE", "MOVE", "PLACED", "REQUEST", "SAMPLE", "SCALARS"]
+__all__ = ["ACCOUNT", "FINISHED", "INSTANCE", "MOVE", "PLACED", "REQUEST", "SAMPLE", "SCALARS"]
 
 INSTANCE = np.dtype(
     [
@@ -61,6 +61,19 @@ REQUEST = np.dtype(
         ("expected", np.float64),  # output forecast before its first token, once asked for
         ("cost", np.float64),  # share of an instance, times ``alone``; NaN until asked for
         ("alone", np.float64),  # seconds that it is expected to last by itself
+        ("turn", np.int64),  # serial number of its coming into the pool
+        ("service", np.float64),  # expected, as its account is charged; 0 until it is asked for
+        ("charged", np.float64),  # of it so far
+    ],
+    align=True,
+)
+
+ACCOUNT = np.dtype(
+    [
+        ("served", np.float64),  # virtual service, see `rescheduler.ordering.fairness`
+        ("requests", np.int64),  # of it that wait or run
+        ("waiting", np.int64),  # of these in the pool
+        ("place", np.int64),  # scratch: among the accounts in the pool
     ],
     align=True,
 )
@@ -159,6 +172,9 @@ SCALARS = np.dtype(
         ("latencies", np.int64),  # noted for the order of service
         ("gamma", np.float64),  # decay rate of their tail, as of
         ("gamma_of", np.int64),  # so many latencies
+        ("virtual_time", np.float64),  # service to which an account that comes back is lifted
+        ("service", np.float64),  # of all requests that have ended,
+        ("ended", np.int64),  # so many
     ],
     align=True,
 )

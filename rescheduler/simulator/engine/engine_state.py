@@ -13,6 +13,7 @@ from rescheduler.routing.inputs import RoutingInputs, new_routing_inputs
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.simulator.config.service_rules import ServiceRules
 from rescheduler.simulator.engine.engine_records import (
+    ACCOUNT,
     FINISHED,
     INSTANCE,
     MOVE,
@@ -38,6 +39,7 @@ __all__ = [
     "Prefill",
     "Rules",
     "Series",
+    "Sharing",
     "Wanted",
     "admit",
     "arrives",
@@ -48,6 +50,7 @@ __all__ = [
     "queue",
     "queue_first",
     "take",
+    "with_accounts",
     "with_more_rows",
     "with_wider_pool",
 ]
@@ -157,6 +160,20 @@ class Rules(NamedTuple):
     service: ServiceRules
 
 
+class Sharing(NamedTuple):
+    """Scratch of `rescheduler.ordering.fairness.interleave`, [n] each for a pool of n requests.
+
+    Accounts are numbered as they appear in the pool, which has few of those of a trace.
+    """
+
+    account: IntArray
+    served: FloatArray
+    service: FloatArray
+    following: IntArray
+    ranks: IntArray
+    first: IntArray
+
+
 class PolicyState(NamedTuple):
     """The policy, the forecasts it goes by, and the arrays of its decisions.
 
@@ -169,6 +186,7 @@ class PolicyState(NamedTuple):
         inputs: arrays of a decision, for as many waiting requests as the pool may hold.
         order: in which the pool is served.
         waiting: arrays of that order, likewise.
+        sharing: scratch of the fairness between accounts, likewise.
         ending: [2, G, P + 1] scratch.
         row: [P] scratch.
     """
@@ -181,6 +199,7 @@ class PolicyState(NamedTuple):
     inputs: RoutingInputs
     order: OrderParameters
     waiting: Waiting
+    sharing: Sharing
     ending: FloatArray
     row: FloatArray
 
@@ -195,6 +214,7 @@ class Cluster(NamedTuple):
         slot_end: [G, slots] value of the instance's ``steps`` at which each has ended.
         slot_waits: [G, slots] whether each sits the step in progress out.
         requests: [rows] of `REQUEST`.
+        accounts: [A] of `ACCOUNT`, by the number of the client; as many as the trace has so far.
         free: [rows] stack of unused rows.
         joined: [G, slots] rows that decode from the step in progress on.
         moves: of `MOVE`, migrations on their way.
@@ -212,6 +232,7 @@ class Cluster(NamedTuple):
     slot_end: IntArray
     slot_waits: npt.NDArray[np.bool_]
     requests: Records
+    accounts: Records
     free: IntArray
     joined: IntArray
     moves: Records
@@ -278,6 +299,7 @@ def new_cluster(rules: Rules, n_servers: int) -> Cluster:
         slot_end=np.zeros((n, slots), dtype=np.int64),
         slot_waits=np.zeros((n, slots), dtype=np.bool_),
         requests=np.zeros(capacity, dtype=REQUEST),
+        accounts=np.zeros(1, dtype=ACCOUNT),
         free=np.arange(capacity, dtype=np.int64)[::-1].copy(),
         joined=np.zeros((n, slots), dtype=np.int64),
         moves=np.zeros(n * slots, dtype=MOVE),
@@ -299,6 +321,12 @@ def with_more_rows(cluster: Cluster) -> Cluster:
     rows = np.concatenate([cluster.requests, np.zeros_like(cluster.requests)])
     placed = np.zeros(2 * capacity, dtype=PLACED)
     return cluster._replace(requests=rows, free=free, placed=placed)
+
+
+def with_accounts(cluster: Cluster, n: int) -> Cluster:
+    """Return the cluster with at least n accounts."""
+    further = np.zeros(max(0, n - len(cluster.accounts)), dtype=ACCOUNT)
+    return cluster._replace(accounts=np.concatenate([cluster.accounts, further]))
 
 
 def new_arrivals(rules: Rules, n_servers: int) -> Arrivals:
@@ -331,7 +359,15 @@ def with_wider_pool(arrivals: Arrivals, policy_state: PolicyState) -> tuple[Arri
         remaining=np.zeros(width),
         waited=np.zeros(width, dtype=np.int64),
     )
-    return wider, policy_state._replace(inputs=inputs, waiting=new_waiting(width))
+    return wider, policy_state._replace(
+        inputs=inputs, waiting=new_waiting(width), sharing=_new_sharing(width)
+    )
+
+
+def _new_sharing(n: int) -> Sharing:
+    whole = [np.zeros(n, dtype=np.int64) for _ in range(4)]
+    account, following, ranks, first = whole
+    return Sharing(account, np.zeros(n), np.zeros(n), following, ranks, first)
 
 
 def new_series(rules: Rules) -> Series:
@@ -370,6 +406,7 @@ def new_policy_state(
         inputs=inputs,
         order=order,
         waiting=new_waiting(width),
+        sharing=_new_sharing(width),
         ending=np.zeros((2, n, n_points + 1)),
         row=np.zeros(n_points),
     )

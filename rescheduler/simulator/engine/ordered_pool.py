@@ -1,16 +1,20 @@
-"""The pool of waiting requests in the order of service."""
+"""The pool of waiting requests in the order of service, shared out between accounts."""
 
 from math import inf, isnan
 
 from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.ordering.fairness import OUTPUT_WEIGHT, interleave
 from rescheduler.ordering.kernel import (
     LATENCIES,
     LATENCIES_A_RATE,
     Kind,
     put_in_order,
+    sort_by_key,
     tail_rate,
 )
+from rescheduler.simulator.engine.accounts import mean_service
 from rescheduler.simulator.engine.engine_state import (
+    NONE,
     Arrivals,
     Cluster,
     PolicyState,
@@ -34,8 +38,15 @@ def order_pool(
     """Put the pool into the order of service; return how many of it a policy may place."""
     scalars, waiting = cluster.scalars[0], policy_state.waiting
     n = scalars.waiting
-    if policy_state.order.kind == Kind.FCFS or n == 0:
+    shares = policy_state.order.ahead < inf
+    if (policy_state.order.kind == Kind.FCFS and not shares) or n == 0:
         return n  # type: ignore[no-any-return]
+    if shares:  # the last order was not that of service alone
+        for i in range(n):
+            waiting.order[i] = i
+            waiting.key[i] = cluster.requests[arrivals.pool[i]].turn
+        sort_by_key(waiting.order, waiting.other, waiting.key, 0, n)
+        _permute(policy_state, arrivals, n)
     known = min(scalars.latencies, LATENCIES)
     if scalars.latencies >= scalars.gamma_of + LATENCIES_A_RATE:
         scalars.gamma = tail_rate(cluster.latencies, known, cluster.tail[0], cluster.tail[1])
@@ -49,11 +60,52 @@ def order_pool(
         waiting.alone[i] = request.alone
         waiting.latest[i] = inf
     alone = put_in_order(policy_state.order, scalars.gamma, waiting, n)
+    if shares:
+        first = waiting.order[0]
+        _share_out(policy_state, cluster, arrivals, n)
+        alone = alone and waiting.order[0] == first
+    _permute(policy_state, arrivals, n)
+    return 1 if alone else n
+
+
+@compiled_core
+def _permute(policy_state: PolicyState, arrivals: Arrivals, n: int) -> None:
+    waiting = policy_state.waiting
     for i in range(n):
         waiting.other[i] = arrivals.pool[waiting.order[i]]
     for i in range(n):
         arrivals.pool[i] = waiting.other[i]
-    return 1 if alone else n
+
+
+@compiled_core
+def _share_out(policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals, n: int) -> None:
+    """Let no account of the pool get ahead of another by more than the fairness allows."""
+    sharing = policy_state.sharing
+    for i in range(n):
+        cluster.accounts[cluster.requests[arrivals.pool[i]].client].place = NONE
+    known, total = 0, 0.0
+    for i in range(n):
+        request = cluster.requests[arrivals.pool[i]]
+        account = cluster.accounts[request.client]
+        if account.place == NONE:
+            account.place = known
+            sharing.served[known] = account.served
+            known += 1
+        sharing.account[i] = account.place
+        sharing.service[i] = request.service
+        total += request.service
+    mean = mean_service(cluster)
+    interleave(
+        policy_state.waiting.order,
+        sharing.account,
+        sharing.served[:known],
+        sharing.service,
+        policy_state.order.ahead * (mean if mean > 0.0 else total / n),
+        sharing.following,
+        sharing.ranks,
+        sharing.first,
+        n,
+    )
 
 
 @compiled_inline
@@ -69,6 +121,8 @@ def _foresee(
     """
     request = cluster.requests[row]
     left = expected_left(policy_state.forecast, cluster, row, request.generated)
+    if policy_state.order.ahead < inf:
+        request.service = request.prompt + OUTPUT_WEIGHT * (request.generated + left)
     step = step_seconds(step_time, 1.0, float(request.context))
     request.alone = left * step
     if rules.prefill == Prefill.CHUNKED:

@@ -5,6 +5,7 @@ from math import isnan
 import numpy as np
 
 from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.simulator.engine.accounts import settle_account
 from rescheduler.simulator.engine.engine_state import (
     MIGRATED,
     NEVER,
@@ -147,6 +148,7 @@ def _write_out(cluster: Cluster, row: int, g: int, end: float) -> None:
     record.migrations = request.migrations
     record.tpot_worst = request.tpot_worst
     record.client = request.client
+    settle_account(cluster, row, end)
     scalars.finished += 1
     if request.target != NONE:
         scalars.leaving -= 1

@@ -208,6 +208,7 @@ def test_an_engine_does_not_end_by_what_cannot_be_ordered(
         ({"name": "shortes"}, r"headway.order: no order of service 'shortes'"),
         ({"name": "boost", "gama": 1}, "boost has no option 'gama'"),
         ({"name": "boost", "prompt_checkpoint": 5}, "prompt_checkpoint: a folder"),
+        ({"name": "fcfs", "fairness": 1}, "order.fairness: an engine does not know who sent its"),
     ],
 )
 def test_an_invalid_order_is_refused(order: dict[str, Any], message: str) -> None:

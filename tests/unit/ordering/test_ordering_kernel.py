@@ -125,7 +125,9 @@ def test_the_rate_of_a_tail_is_estimated() -> None:
     ("name", "options", "message"),
     [
         ("shortes", {}, "no order of service 'shortes'; known: boost, fcfs, .*'shortest'"),
-        ("fcfs", {"starvation": 3}, "fcfs has no option 'starvation'; it takes: none"),
+        ("fcfs", {"starvation": 3}, "fcfs has no option 'starvation'; it takes: fairness"),
+        ("fcfs", {"fairness": -0.1}, "fcfs: fairness must be at least 0 and at most 1, not -0"),
+        ("boost", {"fairness": "even"}, "boost: fairness must be a number"),
         ("shortest", {"starvation": 1}, "shortest: starvation must be above 1, not 1"),
         ("shortest", {"starvation": "much"}, "shortest: starvation must be a number"),
         ("boost", {"gamma": 0.0}, "boost: gamma must be above 0, not 0.0"),
