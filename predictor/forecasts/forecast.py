@@ -23,6 +23,8 @@ _SHOWN = 0.98
 """A figure leaves out the last of a curve's tail, which would squeeze the rest."""
 _POINTS = 2048
 _MOST_CURVES = 8
+_MOST_POINTS = 64
+"""Edges that are added to a grid for what requests generate at least."""
 
 
 class ForecastError(ValueError):
@@ -238,6 +240,31 @@ class SurvivalForecast(Forecast):
     def select(self, rows: npt.NDArray[Any]) -> "SurvivalForecast":
         """Return the forecast of some of the requests."""
         return SurvivalForecast(self.edges, self.survival[rows], self.age[rows], self.limit[rows])
+
+    def at_least(self, tokens: npt.ArrayLike) -> "SurvivalForecast":
+        r"""Return the forecast of requests that will generate so many more tokens at least.
+
+        .. math:: S_m(h) = \begin{cases} 1 & h < m \\ S(h) / S(m) & h \ge m \end{cases}
+
+        with S linear between the edges and m: those of the first 64 different requests are added
+        to them, and those of others rounded down to one.
+
+        Args:
+            tokens: [n_requests] m; 0 for those that may end with any token.
+        """
+        until = np.asarray(tokens, dtype=np.float64)
+        bound = until > 0
+        if not bound.any():
+            return self
+        until = np.where(bound, np.minimum(np.floor(self.age) + until, self.edges[-1] - 1), 0.0)
+        points = np.unique(until[bound])[:_MOST_POINTS]
+        edges = np.unique(np.concatenate([self.edges, points]))
+        until = edges[np.searchsorted(edges, until, "right") - 1]
+        curves = self._curve(edges[None, :])
+        reached = self._curve(until[:, None])
+        later = np.divide(curves, reached, out=np.zeros_like(curves), where=reached > 0)
+        curves = np.where(bound[:, None], np.where(edges <= until[:, None], 1.0, later), curves)
+        return SurvivalForecast(edges, curves, self.age, self.limit)
 
     def on_grid(self, edges: npt.ArrayLike) -> "SurvivalForecast":
         """Return the curve through S at the given edges (exact there, linear between)."""

@@ -399,6 +399,7 @@ class Link:
             expected_tokens=_tokens_if_any(request.expected_tokens),
             model=request.model,
             account=request.account.name,
+            fewest_tokens=_tokens(request.fewest_tokens),
         )
 
     def _where(self, instance: InstanceState | None) -> int:

@@ -140,6 +140,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     expected_tokens: Tokens | None = None
     model: Word = ""
     account: Word = ""
+    fewest_tokens: Tokens = 0
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -40,6 +40,7 @@ class Mirror(Placeable):
         super().__init__(
             external_id=record.external_id,
             max_tokens=record.max_tokens,
+            fewest_tokens=record.fewest_tokens,
             expected_tokens=record.expected_tokens,
             id=record.id,
             name=record.name,

@@ -134,6 +134,7 @@ class ClientRequest:
         max_tokens: most tokens it may generate, at least 1 and at most `MOST_TOKENS`; None: as
             many as the model's context holds.
         min_tokens: fewest tokens, likewise bounded.
+        fewest_tokens: likewise, where nothing but ``max_tokens`` can end it.
         stop: strings that end it.
         include_stop: whether such a string is shown.
         skip_special_tokens: whether special tokens are left out of the text.
@@ -161,6 +162,7 @@ class ClientRequest:
     include_usage: bool = False
     keeps_token_ids: bool = False
     min_tokens: int = 0
+    fewest_tokens: int = 0
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True

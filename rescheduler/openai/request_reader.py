@@ -99,6 +99,7 @@ class _Read(msgspec.Struct):
     max_tokens: Integer | None = None
     max_completion_tokens: Integer | None = None
     min_tokens: Integer | None = 0
+    ignore_eos: bool | None = False
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
@@ -179,6 +180,8 @@ def read_request(
         maximum = _DEFAULT_MAX_TOKENS
     maximum = _bounded(read, maximum)
     options = read.stream_options
+    stop = tuple(filter(None, [read.stop] if isinstance(read.stop, str) else read.stop or ()))
+    fewest = min(read.min_tokens or 0, MOST_TOKENS)
     return ClientRequest(
         path=path,
         body=body,
@@ -190,8 +193,9 @@ def read_request(
         include_usage=not read.stream or bool(options and options.include_usage),
         keeps_token_ids=bool(read.return_token_ids),
         max_tokens=maximum,
-        min_tokens=min(read.min_tokens or 0, MOST_TOKENS),
-        stop=tuple(filter(None, [read.stop] if isinstance(read.stop, str) else read.stop or ())),
+        min_tokens=fewest,
+        fewest_tokens=maximum if read.ignore_eos and maximum and not stop else fewest,
+        stop=stop,
         include_stop=bool(read.include_stop_str_in_output),
         skip_special_tokens=read.skip_special_tokens is not False,
         spaces_between_special_tokens=read.spaces_between_special_tokens is not False,

@@ -196,7 +196,8 @@ class LiveForecasts:
             except Exception:  # no request may end the forecasts of all
                 self._note_failed(names[i], "its length cannot be forecast")
         survival[unknown] = np.exp(-edges / means[unknown, None])
-        return SurvivalForecast(edges, survival, age, left)  # checked when it was received
+        fewest = np.fromiter((r.fewest_tokens - r.generated_tokens for r in requests), float, n)
+        return SurvivalForecast(edges, survival, age, left).at_least(fewest)
 
     def _before_any(self, request: Counted, mean: float) -> tuple[float, float]:
         """Return the tokens left and the mean of a request that no engine has forecast."""

@@ -95,6 +95,7 @@ class LiveRequest(Placeable):
             external_id=f"{'chatcmpl' if client.chat else 'cmpl'}-{name}",
             prompt_tokens=client.prompt_ids or max(1, client.size // _CHARACTERS_PER_TOKEN),
             max_tokens=client.max_tokens,
+            fewest_tokens=client.fewest_tokens,
             id=id,
             name=name,
             model=client.model,

@@ -74,6 +74,7 @@ class Counted:
         external_id: what engines call it, without what they append.
         prompt_tokens: an estimate until an engine reports the exact number.
         max_tokens: most that it may generate, as far as its client said.
+        fewest_tokens: that it will generate, whatever is forecast.
         expected_tokens: that it is expected to generate by its prompt; None if nothing is known.
         generated_at_move: tokens when it last moved; None if it has not.
         destination: instance that it is on, or on its way to.
@@ -83,6 +84,7 @@ class Counted:
     external_id: str
     prompt_tokens: int = 0
     max_tokens: int | None = None
+    fewest_tokens: int = 0
     expected_tokens: int | None = None
     generated_at_move: int | None = None
     destination: InstanceState | None = None

@@ -155,3 +155,25 @@ def test_quantiles_of_requests_that_have_nearly_surely_ended() -> None:
     forecast = SurvivalForecast.new([0, 50, 100], [[1, 1e-34, 1e-36]]).aged(np.array([60]))
     level = 1 - forecast.at(20)[0]
     assert forecast.quantile(level) == pytest.approx([20.0])
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=80), st.integers(0, 40))
+def test_what_will_generate_at_least_so_many_tokens_ends_no_earlier(
+    tokens: list[int], age: int
+) -> None:
+    edges = np.array([0.0, 16, 64, 256, 1024, 4096])
+    curve = np.exp(-edges / 300)
+    curve[0], curve[-1] = 1.0, 0.0
+    forecast = SurvivalForecast.new(edges, np.tile(curve, (len(tokens), 1))).aged(age)
+    bound = forecast.at_least(tokens)
+    few = len(set(tokens)) <= 64
+    for i, least in enumerate(tokens):
+        alive = bound.at(np.arange(0, 4000, 37))[i]
+        assert (np.diff(alive) <= 1e-12).all()
+        if least == 0:
+            np.testing.assert_allclose(alive, forecast.at(np.arange(0, 4000, 37))[i])
+        elif few:
+            assert bound.at([least])[i, 0] == 1.0
+            after = least + 100
+            expected = forecast.at([after])[i, 0] / forecast.at([least])[i, 0]
+            assert bound.at([after])[i, 0] == pytest.approx(expected)

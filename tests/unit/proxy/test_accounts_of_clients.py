@@ -9,10 +9,12 @@ import aiohttp
 import pytest
 from chosen_ports import free_port
 from coordinated_cluster import coordinated_cluster
+from live_requests import live_request
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import BackgroundOptions
+from rescheduler.placement.live_forecasts import LiveForecasts
 
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
 LONG = {**BODY, "max_tokens": 200}
@@ -138,3 +140,31 @@ async def test_a_coordinator_shares_out_places_between_the_clients_of_all_proxie
         accounts = it.coordinator.cluster.accounts
         await until(lambda: not any(one.unfinished for one in accounts._accounts.values()))
         assert accounts.named("127.0.0.2").served > accounts.named("127.0.0.3").served > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "fewest"),
+    [
+        ({"min_tokens": 1200, "max_tokens": 2000}, 1200),
+        ({"ignore_eos": True, "max_tokens": 900}, 900),
+        ({"ignore_eos": True, "max_tokens": 900, "stop": "a", "min_tokens": 5}, 5),
+        ({"max_tokens": 900}, 0),
+    ],
+)
+def test_what_a_request_must_generate_is_known_to_its_forecast(
+    asked: dict[str, Any], fewest: int, tokenizer: Tokenizer
+) -> None:
+    forecasts = LiveForecasts(None)
+    request = live_request("r", tokenizer, **asked)
+    plain = live_request("p", tokenizer, max_tokens=2000)
+    survival = forecasts.forecast([request, plain])
+    if fewest:
+        assert survival.at([fewest - 1])[0, 0] == 1.0
+        assert survival.mean()[0] > fewest - 1e-6
+    assert survival.mean()[1] == forecasts.forecast([plain]).mean()[0], "others are as they were"
+    request._generated = fewest // 2
+    assert forecasts.forecast([request]).at([max(0, fewest // 2 - 1)])[0, 0] == 1.0
+    request._generated = fewest + 1
+    plain._generated = fewest + 1
+    ahead = forecasts.forecast([request, plain]).at([50])
+    assert ahead[0, 0] == pytest.approx(ahead[1, 0], abs=0.2), "then it may end"
