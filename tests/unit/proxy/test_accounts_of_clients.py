@@ -164,6 +164,8 @@ def test_what_a_request_must_generate_is_known_to_its_forecast(
     assert survival.mean()[1] == forecasts.forecast([plain]).mean()[0], "others are as they were"
     request._generated = fewest // 2
     assert forecasts.forecast([request]).at([max(0, fewest // 2 - 1)])[0, 0] == 1.0
+    if fewest == request.max_tokens:
+        return
     request._generated = fewest + 1
     plain._generated = fewest + 1
     ahead = forecasts.forecast([request, plain]).at([50])
