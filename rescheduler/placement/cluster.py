@@ -142,10 +142,13 @@ class Cluster(Generic[R]):
 
         They may wait for hours: none is overdue by the clock alone.
         """
-        if self.forecasts is None and deployment.prompt_checkpoint is None:
+        fairness = deployed_order(deployment).fairness
+        if not fairness and self.forecasts is None and deployment.prompt_checkpoint is None:
             return None
-        order = create_order("shortest")
-        return WaitingLine(order, self.decodes, self.forecasts, self.step, clock, inf)
+        order = create_order("shortest", fairness=fairness)
+        return WaitingLine(
+            order, self.decodes, self.forecasts, self.step, clock, inf, self.accounts
+        )
 
     async def start(self) -> None:
         """Ask every instance how it is, and go on asking."""
