@@ -166,7 +166,7 @@ class Seen:
             return None
         from rescheduler.batching.fair_batching import read_table
 
-        return read_table(self._scheduler, self.part.objectives_of, time.time(), True)
+        return read_table(self._scheduler, self.part.objectives_of, time.monotonic(), True)
 
     def preempt(self, *args: Any, **kwargs: Any) -> None:
         self.preemptions += 1
