@@ -12,6 +12,11 @@ telemetry: 8102
 {{/* The deployment without its instances: what an engine is started from, besides its own lines. */}}
 {{- define "headway.sharedOptions" -}}
 {{- $model := required "model: a Hugging Face id, or a folder below /models" .Values.model -}}
+{{- $read := pick .Values "model" "servedModelName" "engine" "routing" "promptCheckpoint" "order" "migration" -}}
+{{- $read = list $read .Values.prefill.arguments .Values.decode.arguments .Values.proxy.options .Values.coordinator.options -}}
+{{- if regexMatch `[\x7f-\x9f\x{2028}\x{2029}\x{fffe}\x{ffff}]|(^|[^\\])(\\\\)*\\u202[89]` (toJson $read) -}}
+{{- fail "model, servedModelName, engine, arguments and options: one has a control character or a line separator (U+007F to U+009F, U+2028, U+2029), which YAML reads as the end of a line or not at all; remove it" -}}
+{{- end -}}
 {{- if and .Values.migration (not .Values.keys.existingSecret) -}}
 {{- fail "migration: requests are moved through the engines' control sockets, which require keys: name a Secret as keys.existingSecret" -}}
 {{- end -}}

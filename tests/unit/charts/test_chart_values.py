@@ -59,6 +59,32 @@ def test_wrong_values_are_refused(values: dict[str, Any], said: str) -> None:
         render(values)
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\x7f", "\ufffe"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": "a{}b: c"},
+        {"servedModelName": "a{}b"},
+        {"decode": {"arguments": ["a{}"]}},
+        {"engine": {"environment": {"A": "{}"}}},
+        {"promptCheckpoint": "{}"},
+        {"routing": {"name": "{}"}},
+        {"proxy": {"options": {"allowed_origins": ["{}"]}}},
+    ],
+    ids=str,
+)
+def test_what_ends_a_line_of_yaml_is_refused(values: dict[str, Any], character: str) -> None:
+    """It made other keys of the deployment file out of the rest of the value, or none."""
+    given = json.loads(json.dumps(values).replace("{}", json.dumps(character)[1:-1]))
+    with pytest.raises(helm_python.HelmError, match="a control character or a line separator"):
+        render(REQUIRED | given)
+
+
+@pytest.mark.parametrize("model", ["a\\u2028b", "modèle/模型-😀", "a b: c # d", "a\nb", "\\"])
+def test_other_names_of_models_are_read_as_they_are(model: str) -> None:
+    assert render(REQUIRED | {"model": model}).deployment.model == model
+
+
 def test_the_chart_s_own_variables_cannot_be_set_twice() -> None:
     for component, part in [("decode", "engines"), ("proxy", "proxy"), ("coordinator",) * 2]:
         which = "proxies" if component == "coordinator" else "everything"
