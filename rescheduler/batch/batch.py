@@ -116,9 +116,10 @@ def batch(
             said += f"\n{output.failed:,} errors: {output.errors}"
         if lost := output.lost_engines:
             more = ", ..." if len(lost) > _SHOWN_IDS else ""
+            names = escaped(", ".join(lost[:_SHOWN_IDS]).replace("\n", "\\n"))
             said += (
                 f"\n{len(lost):,} of them must not be sent again: under each the server lost two "
-                f"engines (HTTP 422): {', '.join(lost[:_SHOWN_IDS])}{more}"
+                f"engines (HTTP 422): {names}{more}"
             )
         if not ended:
             _say(f"{said}\n{left:,} are left; the same command goes on with them")

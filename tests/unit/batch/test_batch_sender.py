@@ -233,6 +233,7 @@ async def test_a_request_that_cost_two_engines_is_final_and_named(
         return answered(body)
 
     path = asked(tmp_path, 4)
+    path.write_text(path.read_text().replace("n-1", r"n-1\u001b\n"))
     async with server(answering) as url:
         for _ in range(2):
             program = await asyncio.create_subprocess_exec(
@@ -241,9 +242,9 @@ async def test_a_request_that_cost_two_engines_is_final_and_named(
             said = (await program.communicate())[0].decode()
             assert program.returncode == 3
             assert "1 of them must not be sent again: under each the server lost two" in said
-            assert "(HTTP 422): n-1\n" in said
+            assert "(HTTP 422): n-1\\x1b\\n\n" in said
     assert times == 1
-    assert errors(tmp_path) == {"n-1": 422}
+    assert errors(tmp_path) == {"n-1\x1b\n": 422}
 
 
 @pytest.mark.parametrize("status", [401, 402, 403, 404, 405, 407, 421])
@@ -318,9 +319,12 @@ async def test_a_wrong_key_is_never_an_error_of_a_request(tmp_path: Path) -> Non
     assert (len(texts(tmp_path)), errors(tmp_path)) == (3, {})
 
 
-@pytest.mark.parametrize("number", ["1e99", "-7", "7.5", '"7"', "true", "1" + "0" * 22, "[]"])
-async def test_a_count_that_cannot_be_costs_nothing(tmp_path: Path, number: str) -> None:
+@pytest.mark.parametrize("number", ["1e99", "-7", "7.5", '"7"', "true", "1" + "0" * 200, "[]"])
+async def test_a_count_that_cannot_be_costs_nothing(
+    tmp_path: Path, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answers are kept, and the next run reads them."""
+    monkeypatch.setattr("rescheduler.batch.batch_progress._LOG_SECONDS", 0.0)
 
     async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
         usage = f'{{"completion_tokens": {number}}}'
@@ -362,6 +366,25 @@ async def test_an_answer_that_is_too_large_is_an_error_of_its_line(
     assert all("the answer has more than 4 MiB" in line for line in lines)
     assert len(texts(tmp_path)["n-2"]) > 3 << 20
     assert len(texts(tmp_path)) == 6
+
+
+async def test_a_large_answer_that_stalls_is_sent_again_and_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rescheduler.batch.batch._LARGE_SECONDS", 0.1)
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b" " * (2 << 20)
+        await asyncio.sleep(60)
+
+    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
+        if body["prompt"] in ("0", "1") and not n:
+            return web.Response(body=stalling())
+        return answered({"prompt": "x" * (2 << 20)}) if body["prompt"] == "2" else answered(body)
+
+    async with server(answering) as url:
+        assert await sent(asked(tmp_path, 6), url)
+    assert (len(texts(tmp_path)), errors(tmp_path)) == (6, {})
 
 
 async def test_a_large_refusal_is_kept_in_short(tmp_path: Path) -> None:
