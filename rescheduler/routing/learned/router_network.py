@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ do worse than simpler policies, above all where it may send a request to an inst
 instances.
 """
 
+_DAMAGED = (
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError),
+    *(RecursionError, SafetensorError),
+)
+"""What a file raises that is none, or another's."""
+
 
 @dataclass(frozen=True, eq=False)
 class RouterCheckpoint:
@@ -69,12 +76,12 @@ class RouterCheckpoint:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.interval > 0:
+        if not 0 < self.interval < inf:
             raise ValueError(f"the interval must be above 0, not {self.interval}")
         ascending = all(low < high for low, high in pairwise(self.edges))
         if not self.edges or self.edges[0] != 0 or not ascending:
             raise ValueError(f"edges must ascend from 0, not {list(self.edges)}")
-        if not min(self.scales) > 0:
+        if not all(0 < scale < inf for scale in self.scales):
             raise ValueError(f"scales must be above 0, not {self.scales._asdict()}")
         if not all(np.isfinite(part).all() for layer in self.layers for part in layer):
             raise ValueError("weights that are no numbers")
@@ -163,7 +170,7 @@ def load_router(folder: Path) -> RouterCheckpoint:
             layers=layers,
             provenance=config["provenance"],
         )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, SafetensorError) as error:
+    except _DAMAGED as error:
         raise ValueError(f"{folder}: no router that can be read: {error}") from error
 
 

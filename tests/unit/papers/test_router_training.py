@@ -135,6 +135,11 @@ def test_an_invalid_router_is_refused(tmp_path: Path) -> None:
         ({"scales": scales | {"capacty": 0.2}}, "scales"),
         ({"scales": scales | {"slots": 0.0}}, "scales must be above 0"),
         ({"scales": scales | {"requests": "many"}}, "could not convert"),
+        ({"scales": scales | {"slots": float("nan")}}, "scales must be above 0"),
+        ({"scales": scales | {"slots": float("inf")}}, "scales must be above 0"),
+        ({"scales": scales | {"slots": 10**400}}, "too large"),
+        ({"interval": float("inf")}, "the interval must be above 0"),
+        ({"edges": [0, float("nan")]}, "edges must ascend"),
         ({"interval": -1}, "the interval must be above 0"),
         ({"edges": [0, 256, 64]}, "edges must ascend"),
         ({"kind": "survival"}, "a checkpoint of kind 'survival'"),
@@ -144,9 +149,10 @@ def test_an_invalid_router_is_refused(tmp_path: Path) -> None:
             load_router(tmp_path / "router")
     with pytest.raises(ValueError, match="no such folder"):
         load_router(tmp_path / "nothing")
-    config.write_text("{")
-    with pytest.raises(ValueError, match="no router that can be read"):
-        load_router(tmp_path / "router")
+    for text in ("{", '{"scales": ' + "[" * 100_000, "[]", "null"):
+        config.write_text(text)
+        with pytest.raises(ValueError, match="no router that can be read"):
+            load_router(tmp_path / "router")
 
 
 SLOW = RouterConfig(interval=0.5, edges=(0, 64, 256), max_seconds=120.0)
