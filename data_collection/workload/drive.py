@@ -7,6 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data_collection.dataset.dataset_schema import shown
 from data_collection.vllm_adapter.engine import (
     AsyncLLM,
     EngineDeadError,
@@ -108,7 +109,9 @@ class _Drive:
         longest = engine.model_config.max_model_len
         too_long = [one for one in requests if len(one.token_ids) >= longest]
         if too_long:
-            named = ", ".join(f"{one.name} ({len(one.token_ids)} tokens)" for one in too_long[:5])
+            named = ", ".join(
+                f"{shown(one.name)} ({len(one.token_ids)} tokens)" for one in too_long[:5]
+            )
             message = (
                 f"{len(too_long)} prompts are longer than the model's {longest} tokens and left "
                 f"out: {named}{' ...' if len(too_long) > 5 else ''}"

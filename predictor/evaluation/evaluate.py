@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from data_collection.atomic_file import write_text_atomically
-from data_collection.dataset.dataset_schema import split_requests
+from data_collection.dataset.dataset_schema import shown, split_requests
 from data_collection.versions import machine, source_commit, versions
 from predictor.evaluation.comparators import (
     COMPARATORS,
@@ -119,6 +119,8 @@ def evaluate(
     predictor.refuse_other_model(table.session)
     trained = predictor.provenance
     seed = trained.get("split_seed", 0) if split_seed is None else split_seed
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"split_seed must be a whole number from 0, not {shown(repr(seed))}")
     parts = {
         name: table.select(np.isin(table.request, requests))
         for name, requests in split_requests(table.requests.group, seed).items()
@@ -275,6 +277,6 @@ def _write(evaluation: Evaluation, test: RowTable, found: Forecast, out: Path) -
     figures = draw_figures(evaluation, test.remaining_tokens, found.median(), out)
     report = markdown_report(evaluation, figures)
     write_text_atomically(out / "report.md", report)
-    print(report)
+    print("\n".join(map(shown, report.split("\n"))))  # it has names from files of others
     for path in (out / "metrics.json", out / "report.md", *figures):
         print(path)

@@ -135,6 +135,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "dataset", fit("star", folder / "dataset", folder / "star", *options)
 
 
+def test_names_in_files_of_others_are_printed_as_text(
+    small: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset, checkpoint = (shutil.copytree(one, tmp_path / one.name) for one in small)
+    for file in (*(dataset / "sessions").glob("*.json"), checkpoint / "config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model": "a\x1b[2Jb"}))
+    arguments = str(dataset), str(checkpoint), "--comparators", "{}"
+    assert main(["evaluate", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "forecasts for a\\x1b[2Jb" in printed
+    assert all(line.isprintable() for line in printed.splitlines())
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["provenance"]["split_seed"] = [[]]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert "split_seed must be a whole number from 0, not [[]]" in error_of(capsys, *arguments)
+
+
 def with_prompts(new: bool) -> object:
     def change(requests: pa.Table) -> pa.Table:
         column = requests.schema.get_field_index("prompt_token_ids")
