@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any, cast
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from rescheduler.openai.openai_request import RequestRefusedError, error_body
 
 __all__ = [
     "CLEANUP_SECONDS",
+    "METRICS_SECONDS",
     "AllowedOrigins",
     "Connection",
     "answer_errors",
@@ -34,6 +36,9 @@ _OPERATORS = 256
 """Connections to a server that is for operators; many of them may be pages that watch."""
 _IDLE_SECONDS = 30.0
 """For which such a connection may be idle."""
+
+METRICS_SECONDS = 1.0
+"""For which the text of ``/metrics`` is kept."""
 
 CLEANUP_SECONDS = 2.0
 """For which a connection may linger when its server ends."""
@@ -139,7 +144,11 @@ async def operators_server(app: web.Application, **where: Any) -> AsyncIterator[
 def monitoring_routes(
     ready: Callable[[], bool], metrics: Callable[[], bytes]
 ) -> list[web.RouteDef]:
-    """Return the routes of probes, and of Prometheus."""
+    """Return the routes of probes, and of Prometheus.
+
+    Anyone may ask for the metrics, without a key, and all streams wait while they are rendered. So
+    everybody gets the same text for a second.
+    """
 
     async def alive(http: web.Request) -> web.Response:
         del http
@@ -149,10 +158,16 @@ def monitoring_routes(
         del http
         return web.Response(status=200 if ready() else 503)
 
+    kept, rendered = b"", -inf
+
     async def measured(http: web.Request) -> web.Response:
+        nonlocal kept, rendered
         del http
+        now = asyncio.get_running_loop().time()
+        if now - rendered >= METRICS_SECONDS:
+            kept, rendered = metrics(), now
         kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=metrics(), headers=kind)
+        return web.Response(body=kept, headers=kind)
 
     return [web.get("/health", alive), web.get("/ready", is_ready), web.get("/metrics", measured)]
 

@@ -21,6 +21,7 @@ from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.openai.openai_stream import read_events
 from rescheduler.serving.admin_client import admin_token
+from rescheduler.serving.connection import METRICS_SECONDS
 from rescheduler.transfer.control_client import ControlClient
 
 __all__ = [
@@ -199,7 +200,11 @@ class Client:
                 await self.admin("undrain", instance)
 
     async def metric(self, name: str, **labels: str) -> float:
-        """A metric of the proxy, summed over the labels that are not given."""
+        """A metric of the proxy, summed over the labels that are not given.
+
+        The proxy keeps its text for a second.
+        """
+        await asyncio.sleep(METRICS_SECONDS)
         async with self.session.get(self.proxy + "/metrics") as response:
             text = await response.text()
         return metric_in(text, name, **labels)

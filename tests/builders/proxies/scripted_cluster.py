@@ -168,7 +168,9 @@ class Cluster:
         return await asyncio.open_connection(host, int(port), **options)
 
     async def text(self, path: str) -> str:
-        """What a GET answers."""
+        """What a GET answers; of metrics, as they are now and not a second ago."""
+        if path == "/metrics":
+            return self.proxy.metrics.text().decode()
         async with self.session.get(self.url + path) as response:
             return await response.text()
 
