@@ -52,6 +52,7 @@ class VirtualRequest(Placeable):
             external_id=name, prompt_tokens=prompt, max_tokens=most, id=name, arrived=arrived
         )
         self.length, self.left_to_prefill = length, prompt
+        self.prompt_is_known = True
 
 
 class _Telemetry:

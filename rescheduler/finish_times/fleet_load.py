@@ -101,8 +101,9 @@ class FleetLoad:
         self._longest = longest_prompt(decodes)
 
     def came(self, request: Placeable) -> None:
-        """Count a request's arrival."""
-        self._arrivals.came(self._prompt(request), self._clock())
+        """Count the arrival of a request that an engine has accepted."""
+        known = self._prompt(request) if request.prompt_is_known else None
+        self._arrivals.came(known, self._clock())
 
     def join(self, request: Placeable) -> None:
         """Count a new request in the load ahead, since others may come before it is seen anew."""

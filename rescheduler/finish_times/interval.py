@@ -124,8 +124,10 @@ class Calibration:
         widened = self._wider[side] + _GAIN * (missed - 0.1)
         self._wider[side] = min(max(widened, _NARROWEST), _WIDEST)
 
-    def drop(self, trial: Trial) -> None:
-        """Forget a forecast, of which nothing will come."""
+    def drop(self, trial: Trial, unlearn: bool = False) -> None:
+        """Forget a forecast, of which nothing will come; also what its lateness has taught."""
+        if unlearn and trial.late:
+            self._wider[1] = max(self._wider[1] - _GAIN * 0.9, _NARROWEST)
         with suppress(ValueError):
             self._trials.remove(trial)
 

@@ -41,13 +41,16 @@ class Arrivals:
     """How many requests have come lately, those more than a minute ago hardly counting."""
 
     def __init__(self, now: float) -> None:
-        self._began, self._at, self._n, self._prompts = now, now, 0.0, 0.0
+        self._began, self._at, self._n = now, now, 0.0
+        self._prompts = self._known = 0.0
 
-    def came(self, prompt_tokens: int, now: float) -> None:
-        """Note a request."""
+    def came(self, prompt_tokens: int | None, now: float) -> None:
+        """Note a request, and its prompt if an engine has counted it."""
         self._age(now)
         self._n += 1.0
-        self._prompts += prompt_tokens
+        if prompt_tokens is not None:
+            self._prompts += prompt_tokens
+            self._known += 1.0
 
     def rate(self, now: float) -> float:
         """Return requests a second."""
@@ -58,12 +61,13 @@ class Arrivals:
 
     @property
     def prompt_tokens(self) -> float:
-        """Of a request, in the mean."""
-        return self._prompts / self._n if self._n > 0.0 else 0.0
+        """Of a request, in the mean of those that engines have counted."""
+        return self._prompts / self._known if self._known > 0.0 else 0.0
 
     def _age(self, now: float) -> None:
         keep = math.exp(min(self._at - now, 0.0) / _MINUTE)
-        self._at, self._n, self._prompts = now, keep * self._n, keep * self._prompts
+        self._at, self._n = now, keep * self._n
+        self._prompts, self._known = keep * self._prompts, keep * self._known
 
 
 class FirstTokens:

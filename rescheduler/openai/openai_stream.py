@@ -97,6 +97,12 @@ class Chunk(msgspec.Struct):
         )
 
     @property
+    def prompt(self) -> list[int]:
+        """Token ids of the prompt, which the first chunk of either endpoint brings."""
+        found = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices)]
+        return next(filter(None, found), [])
+
+    @property
     def token_ids(self) -> list[int]:
         """Tokens of this chunk."""
         return (self.choices[0].token_ids or []) if self.choices else []
@@ -397,8 +403,7 @@ class StreamSplicer:
         if chunk.system_fingerprint is not None and self._fingerprint is None:
             self._fingerprint = chunk.system_fingerprint
         if not self.prompt_token_ids:
-            found = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
-            self.prompt_token_ids = next(filter(None, found), [])
+            self.prompt_token_ids = chunk.prompt
 
     def _says_nothing(self, data: bytes, chunk: Chunk) -> bool:
         """Whether a chunk comes for its token ids alone, while the engine's parser holds text."""

@@ -245,6 +245,7 @@ class LiveRequest(Placeable):
         """Leave the prefill instance, which keeps the blocks for a decode instance."""
         state = self._expect(Prefilling)
         self.prompt_tokens, self.lease_until = prompt_tokens, None
+        self.prompt_is_known = True
         self._enter(Waiting(Prefill(Kept(state.instance, state.hop), params)))
 
     def prefill_failed(self) -> Kept:

@@ -73,6 +73,7 @@ class Counted:
     Attributes:
         external_id: what engines call it, without what they append.
         prompt_tokens: an estimate until an engine reports the exact number.
+        prompt_is_known: an engine has.
         max_tokens: most that it may generate, as far as its client said.
         fewest_tokens: that it will generate, whatever is forecast.
         expected_tokens: that it is expected to generate by its prompt; None if nothing is known.
@@ -89,6 +90,7 @@ class Counted:
     generated_at_move: int | None = None
     destination: InstanceState | None = None
     generating: bool = False
+    prompt_is_known: bool = False
     _generated: int = 0
 
     @property
@@ -201,7 +203,7 @@ class Placeable(Counted):
         Of several prompts or answers it says this one by one, which is not their sum.
         """
         if not self.several:
-            self.prompt_tokens = prompt_tokens
+            self.prompt_tokens, self.prompt_is_known = prompt_tokens, True
             self._generated = max(self._generated, generated_tokens)
 
 

@@ -19,6 +19,7 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest, TokenArrival
+from rescheduler.proxy.accepted_keys import AcceptedKeys
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 
 __all__ = ["FinishReports", "refuse_promises"]
@@ -46,6 +47,9 @@ class _Comment(msgspec.Struct, omit_defaults=True):
 class FinishReports:
     """Follows a proxy's requests, and tells when they will finish.
 
+    When that is also tells how busy the engines are. So it is told to clients only whose key an
+    engine has accepted.
+
     Attributes:
         finish_times: of the requests.
         held: whether the latest 80% intervals of a finish held.
@@ -71,6 +75,7 @@ class FinishReports:
             clock,
         )
         self.finish_times = FinishTimes(load, forecasts, clock, self._observed)
+        self._keys = AcceptedKeys(clock)
         levels = cluster.deployment.proxy.promise_levels
         self._promises = Promises(
             self.finish_times, levels, clock, self._promise_came, cluster.accounts.strictness
@@ -91,12 +96,28 @@ class FinishReports:
                 except Exception:
                     logger.exception("looking at what runs failed")
 
+    def refuse_hopeless(self, request: LiveRequest) -> None:
+        """Refuse a request that nothing can be promised to, before anything is done for it.
+
+        Raises:
+            RequestRefusedError: 400.
+        """
+        client = request.client
+        seconds = _promised_seconds(request)
+        if seconds is None:
+            return
+        if client.direct or client.background:
+            what = client.direct or "service_tier: flex"
+            message = f"no promise is given to a request with `{what}`"
+            raise RequestRefusedError(400, message, "finish_in_s")
+        if seconds <= 0:
+            raise RequestRefusedError(400, "`finish_by` is in the past", "finish_by")
+
     def arrived(self, request: LiveRequest) -> dict[str, str]:
         """Follow a new request; return headers of its answer that tell of its promise.
 
         Raises:
-            RequestRefusedError: 429, it must finish sooner than can be promised; 400, of a kind
-                that nothing is promised to.
+            RequestRefusedError: 429, it must finish sooner than can be promised.
         """
         if request.client.direct == "path":  # not all of these generate anything
             return {}
@@ -105,25 +126,19 @@ class FinishReports:
         return headers
 
     def _promised(self, request: LiveRequest) -> dict[str, str]:
-        client = request.client
-        seconds = client.finish_in
-        if client.finish_by is not None:
-            seconds = client.finish_by - time.time()
+        client, seconds = request.client, _promised_seconds(request)
         if seconds is None:
             return {}
-        if client.direct or client.background:
-            what = client.direct or "service_tier: flex"
-            message = f"no promise is given to a request with `{what}`"
-            raise RequestRefusedError(400, message, "finish_in_s")
-        if seconds <= 0:
-            raise RequestRefusedError(400, "`finish_by` is in the past", "finish_by")
         try:
             probability = self._promises.give(request, seconds, client.finish_level, client.tier)
         except RequestRefusedError:
             self._promise_came("refused")
+            if not self._may_tell(request):
+                message = "it is not likely enough to finish in time"
+                raise RequestRefusedError(429, message, "finish_in_s", retry_after=1) from None
             raise
         self._promise_came("given" if request.finish_by < inf else "none")
-        if probability is None:
+        if probability is None or not self._may_tell(request):
             return {}
         return {"X-Headway-Finish-Probability": f"{probability:.3f}"}
 
@@ -131,6 +146,7 @@ class FinishReports:
         """Note tokens of a request; before they are counted as generated."""
         instance = request.instance
         if arrival.waited is None:
+            self._keys.served(request.headers)
             self.finish_times.first_token(request)
         elif instance is not None and not (request.several or request.slow_client):
             self.finish_times.load.pace.took(instance, tokens, arrival.waited, now)
@@ -139,6 +155,8 @@ class FinishReports:
         """Note that a request has ended."""
         if request.client.direct == "path":
             return
+        if by_itself:
+            self._keys.served(request.headers)
         at = request.last_token
         self.finish_times.ended(request, by_itself, at)
         self._promises.ended(request, by_itself, at)
@@ -147,7 +165,7 @@ class FinishReports:
 
     def headers(self, request: LiveRequest) -> dict[str, str]:
         """Return the headers that tell the client of a stream when it is expected to finish."""
-        expected = self.finish_times.expect(request)
+        expected = self._expected(request)
         if expected is None:
             return {}
         headers = {"X-Headway-Expected-Finish": _header(expected.finish)}
@@ -157,7 +175,7 @@ class FinishReports:
 
     def comment(self, request: LiveRequest) -> bytes | None:
         """Return a comment of a stream of events that tells how its request stands."""
-        expected = self.finish_times.expect(request)
+        expected = self._expected(request)
         return None if expected is None else _comment(expected)
 
     def drain_seconds(self, instance: InstanceState) -> float | None:
@@ -165,6 +183,14 @@ class FinishReports:
         if instance not in self._decodes:
             return None
         return self.finish_times.load.drain_seconds(self._decodes.index(instance))
+
+    def _expected(self, request: LiveRequest) -> Expected | None:
+        """Return what is expected of a request now, as far as its client may know it."""
+        return self.finish_times.expect(request) if self._may_tell(request) else None
+
+    def _may_tell(self, request: LiveRequest) -> bool:
+        """Return whether an engine has accepted a request, or lately another one with its key."""
+        return request.generated_tokens > 0 or self._keys.knows(request.headers)
 
     def _promise_came(self, outcome: str) -> None:
         self.promised[outcome] += 1
@@ -179,6 +205,12 @@ class FinishReports:
         self._metrics.finish_forecasts.labels(came.of, came.kind, outcome).inc()
         if came.of == "finish":
             self.held.append(outcome == "within")
+
+
+def _promised_seconds(request: LiveRequest) -> float | None:
+    """Return the seconds within which a request must finish; None: it may take any time."""
+    client = request.client
+    return client.finish_in if client.finish_by is None else client.finish_by - time.time()
 
 
 def refuse_promises(request: LiveRequest) -> None:

@@ -127,6 +127,7 @@ class TokenRelay:
     ) -> bool:
         """Take a chunk; return whether it ended the request though the engine goes on."""
         splicer = stream.request.splicer
+        self._note_prompt(stream.request, chunk)
         tokens = splicer.new_tokens(chunk)
         if tokens:
             self._token(stream, tokens)
@@ -134,11 +135,15 @@ class TokenRelay:
         elif chunk.has_text and not chunk.token_ids:
             stream.progress += 1  # an engine that does not tell the tokens
         out = splicer.pass_on(payload, chunk)
-        stream.request.prompt_tokens = len(splicer.prompt_token_ids) or stream.request.prompt_tokens
         if out is not None:
             passed.append(out)
         stream.finished = stream.finished or chunk.finish_reason is not None
         return self._stopped(stream, passed)
+
+    def _note_prompt(self, request: LiveRequest, chunk: Chunk) -> None:
+        """Take over how many tokens a prompt has, which the first chunk tells."""
+        if not request.splicer.prompt_token_ids and (ids := chunk.prompt):
+            request.prompt_tokens, request.prompt_is_known = len(ids), True
 
     def _stopped(self, stream: EngineStream, passed: list[bytes]) -> bool:
         """Return whether a stop string ended the request, which its engine does not know of."""

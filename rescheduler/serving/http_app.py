@@ -212,6 +212,7 @@ class _Endpoints:
             refuse_promises(request)
             yield
             return
+        reports.refuse_hopeless(request)
         answer.headers |= reports.arrived(request)
         if not (client.progress and client.stream and client.movable):
             yield

@@ -81,6 +81,19 @@ def test_of_forecasts_that_nothing_came_of_nothing_is_learnt() -> None:
     assert calibration.interval(TOLD) == before
 
 
+def test_what_was_late_and_then_refused_leaves_no_trace() -> None:
+    clock = Clock()
+    calibration = Calibration(clock)
+    before = calibration.interval(TOLD)
+    trials = [calibration.begin(TOLD, TOLD) for _ in range(20)]
+    clock.now = 100.0
+    assert calibration.interval(TOLD).high > before.high, "it is late"
+    for trial in trials:
+        calibration.drop(trial, unlearn=True)
+    clock.now = 101.0
+    assert calibration.interval(TOLD) == pytest.approx(before)
+
+
 def test_ten_thousand_awaited_forecasts_are_not_kept() -> None:
     calibration = Calibration(Clock())
     for _ in range(10_000):

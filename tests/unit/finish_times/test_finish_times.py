@@ -57,6 +57,27 @@ def test_8_of_10_intervals_hold_at_any_load(load: float) -> None:
     assert not run.finish_times._followed, "nothing is kept of what has ended"
 
 
+@pytest.mark.parametrize("load", [0.8, 1.5])
+def test_no_start_is_expected_after_the_finish_less_what_it_takes(load: float) -> None:
+    seen: list[bool] = []
+
+    def admit(run: VirtualRun, request: VirtualRequest) -> bool:
+        pace = run.finish_times.load.pace.of(None)
+        for one in [request, *run._line]:
+            told = run.finish_times.expect(one)
+            if told is None or told.start is None or pace is None:
+                continue
+            own = told.tokens.low * pace
+            pairs = list(zip(told.start, told.finish, strict=True))
+            seen.append(all(start <= finish - own + 1e-9 for start, finish in pairs))
+            assert list(told.start) == sorted(told.start)
+            assert list(told.finish) == sorted(told.finish)
+        return True
+
+    VirtualRun(FLEET, 1, admit=admit).run(requests(150, load))
+    assert len(seen) > 100 and all(seen)
+
+
 def test_promises_are_kept_where_the_others_are_refused() -> None:
     kept: list[str] = []
     refused: list[str] = []
@@ -160,6 +181,7 @@ def test_health_checks_of_one_token_do_not_teach_that_answers_have_one() -> None
         lengths.ended(ended(f"check-{i}", 1, most=1))
     assert not lengths.knows(new, forecasts), "nobody has seen how long an answer is"
     assert lengths.quantiles(new, forecasts, (0.5,))[0] > 100
+    assert lengths.knows(Counted("another check", max_tokens=1), forecasts)
     for i in range(100):
         lengths.ended(ended(f"r{i}", 100 + i, most=1_000))
     before = lengths.quantiles(new, forecasts, (0.1, 0.5, 0.9))

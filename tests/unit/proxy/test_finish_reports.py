@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from coordinated_cluster import Make
 from hypothesis import given
 from hypothesis import strategies as st
 from live_requests import live_request
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 from scripted_cluster import PROMPT, Cluster, cluster
 from tokenizers import Tokenizer
 
@@ -19,6 +22,7 @@ from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.waiting_line import promised_first
+from rescheduler.serving.connection import METRICS_SECONDS
 
 ASKED = {"model": "m", "prompt": PROMPT, "max_tokens": 20, "stream": True}
 SHOWN = {"stream_options": {"headway": True}}
@@ -282,6 +286,91 @@ async def test_slow_readers_are_not_the_fleets_fault(tokenizer: Tokenizer) -> No
                 await response.read()
         assert await expected_finish(it) < 3 * before
         assert await metric(it, "headway_proxy_promises_total", outcome="broken") == 0
+
+
+async def test_nothing_is_told_to_whom_no_engine_has_accepted(tokenizer: Tokenizer) -> None:
+    """When requests finish also says how busy the engines are."""
+    async with cluster(tokenizer) as it:
+        for engine in it.engines.values():
+            engine.key = "right"
+        it.session.headers["Authorization"] = "Bearer right"
+        await learned(it)
+        _, known = await lines_of(it, finish_in_s=600, **SHOWN)
+        assert {"X-Headway-Finish-Probability", "X-Headway-Expected-Finish"} <= {*known.headers}
+        for key in ("Bearer wrong", ""):
+            it.session.headers["Authorization"] = key
+            for asked in (SHOWN, {"finish_in_s": 600}, {"finish_in_s": 600, "finish_level": 0}):
+                events, response = await lines_of(it, **asked)
+                assert response.status == 401
+                assert not any("headway" in event for event in events)
+                assert not any(name.startswith("X-Headway") for name in response.headers)
+            status, body, headers = await it.post({**ASKED, "finish_in_s": 0.001})
+            assert status == 429 and headers["Retry-After"] == "1"
+            assert "earliest" not in body["error"]["message"]
+
+
+async def test_signs_of_life_tell_nothing_to_whom_no_engine_has_accepted(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, keep_alive_seconds=0.1) as it:
+        await learned(it)
+        for engine in it.engines.values():
+            engine.hangs = True
+        headers = {"Authorization": "Bearer unknown"}
+        body = {**ASKED, **SHOWN}
+        async with it.session.post(it.url + COMPLETIONS, json=body, headers=headers) as response:
+            assert await response.content.readline() == b": keep-alive\n"
+            assert not any(name.startswith("X-Headway") for name in response.headers)
+            for engine in it.engines.values():
+                engine.hangs = False
+            assert (await response.text()).endswith("data: [DONE]\n\n")
+
+
+async def test_what_no_engine_has_accepted_scales_nothing(tokenizer: Tokenizer) -> None:
+    """However large it is: not what engines refuse, and not what has a wrong key."""
+    async with cluster(tokenizer) as it:
+        await learned(it)
+        load = it.proxy.reports.finish_times.load  # type: ignore[union-attr]
+        before = await metric(it, "headway_proxy_wanted_instances", seconds="300")
+        prompt = load._arrivals.prompt_tokens
+        counted = len(tokenizer.encode(PROMPT).ids)
+        assert prompt == pytest.approx(counted), "as engines count it"
+        for engine in it.engines.values():
+            engine.fails = 400
+        large = {**ASKED, "prompt": "a" * (2 << 20)}
+        asked = [large, {**large, "stream": False}, {**large, "n": 2}, {**large, **SHOWN}]
+        for body in 3 * asked:
+            status, _, _ = await it.post(body)
+            assert status == 400
+        for engine in it.engines.values():
+            engine.fails = 0
+        assert load._arrivals.prompt_tokens == pytest.approx(prompt)
+        await asyncio.sleep(0.2)  # until the load ahead is seen anew
+        assert await metric(it, "headway_proxy_wanted_instances", seconds="300") <= before
+
+
+async def test_the_metrics_are_rendered_once_a_second_whoever_asks(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        rendered = 0
+
+        class Counted(Collector):
+            def collect(self) -> Iterator[Metric]:
+                nonlocal rendered
+                rendered += 1
+                return iter(())
+
+        it.proxy.metrics.add(Counted())
+        began, first = time.monotonic(), rendered
+
+        async def scrape() -> str:
+            async with it.session.get(it.url + "/metrics") as response:
+                return await response.text()
+
+        texts = [*await asyncio.gather(*(scrape() for _ in range(20)))]
+        while time.monotonic() < began + METRICS_SECONDS:
+            texts.append(await scrape())
+        assert rendered - first <= 1 + (time.monotonic() - began) / METRICS_SECONDS
+        assert all("headway_proxy_requests" in text for text in texts)
 
 
 async def expected_finish(it: Cluster) -> float:
