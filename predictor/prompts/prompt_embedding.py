@@ -120,16 +120,23 @@ class PromptEmbedding:
         return self._counted(ends), end - begin
 
     def read(self, text: str) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the tokens of a text that count, and about how many the whole text has."""
-        most = _MOST * _LONGEST_WORD
-        if len(text) <= 2 * most:
+        """Return the tokens of a text that count, and about how many the whole text has.
+
+        A long text is cut by its bytes before it is tokenized: in Chinese, or with emoji, each
+        character may be several tokens.
+        """
+        raw, most = text.encode(errors="ignore"), _MOST * _LONGEST_WORD
+        if len(raw) <= 2 * most:
             own = self._encoded(text)
             return own, len(own)
-        own = np.concatenate([self._encoded(text[:most]), self._encoded(text[-most:])])
-        return own, len(own) * len(text) // (2 * most)
+        ends = (part.decode(errors="ignore") for part in (raw[:most], raw[-most:]))
+        own = np.concatenate([self._encoded(end) for end in ends])
+        return own, len(own) * len(raw) // (2 * most)
 
     def _encoded(self, text: str) -> npt.NDArray[np.int64]:
-        return self._counted(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # Unlike `encode`, a batch leaves Python's lock to other threads meanwhile.
+        (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return self._counted(encoded.ids)
 
     def _counted(self, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
         return np.array([one for one in tokens if one not in self._special], dtype=np.int64)

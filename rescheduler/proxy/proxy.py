@@ -22,6 +22,7 @@ from rescheduler.proxy.expected_length import expected_lengths
 from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.pass_through import PassThrough
+from rescheduler.proxy.prompt_forecasts import PromptForecasts
 from rescheduler.proxy.proxy_metrics import ProxyMetrics, watch_loop
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.tracing.span import NO_SPAN, create_tracer, end_request
@@ -57,7 +58,8 @@ class Proxy:
         self._handlers: set[asyncio.Task[Any]] = set()
         kind = Cluster[LiveRequest] if deployment.coordinator is None else CoordinatedCluster
         self.cluster = cluster = kind(deployment)
-        self._expected = expected_lengths(deployment)
+        expected = expected_lengths(deployment)
+        self._forecasts = PromptForecasts(expected) if expected is not None else None
         self._tracer = create_tracer(options.traces)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []
@@ -104,6 +106,8 @@ class Proxy:
 
     async def close(self) -> None:
         """End what runs in the background, and close every connection."""
+        if self._forecasts is not None:
+            self._forecasts.close()
         await self.cluster.close(patience=_FREEING_SECONDS)  # what is being freed on the engines
         if self._tracer is not None:
             await self._tracer.close()
@@ -141,10 +145,13 @@ class Proxy:
         request.trace, request.background = trace, client.background
         if account is not None:
             request.account = account
-        if self._expected is not None:
-            request.expected_tokens = self._expected(client)
         self.cluster.began(request)
         return request
+
+    async def forecast(self, request: LiveRequest) -> None:
+        """Note what a request's prompt lets expect, if anything forecasts that in time."""
+        if self._forecasts is not None:
+            request.expected_tokens = await self._forecasts.expected(request.client)
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""

@@ -210,9 +210,11 @@ class _Endpoints:
         reports, client = self._proxy.reports, request.client
         if reports is None:
             refuse_promises(request)
+            await self._proxy.forecast(request)
             yield
             return
         reports.refuse_hopeless(request)
+        await self._proxy.forecast(request)
         answer.headers |= reports.arrived(request)
         if not (client.progress and client.stream and client.movable):
             yield

@@ -1,0 +1,148 @@
+"""Forecasts from prompts cost a budget of time, and hold up nobody."""
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_cluster import PROMPT, cluster, until
+from tokenizers import Tokenizer
+
+from predictor.prompts.prompt_predictor import PromptPredictor
+from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
+from rescheduler.openai.request_reader import read_request
+from rescheduler.proxy.prompt_forecasts import PromptForecasts
+
+CHECKPOINT = Path("checkpoints/smollm2-135m-instruct-prompt")
+
+
+def asked(**fields: Any) -> ClientRequest:
+    return read_request(COMPLETIONS, json.dumps({"prompt": "Why?", **fields}).encode())
+
+
+def busy(seconds: float) -> None:
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
+
+
+class Forecasts(PromptForecasts):
+    """With a clock that a test sets."""
+
+    def __init__(self, of: Callable[[ClientRequest], int | None]) -> None:
+        self.now = 0.0
+        super().__init__(of, lambda: self.now)
+
+
+async def test_a_forecast_is_made_in_another_thread() -> None:
+    threads = []
+
+    def of(client: ClientRequest) -> int:
+        threads.append(threading.current_thread())
+        return 7
+
+    forecasts = Forecasts(of)
+    assert await forecasts.expected(asked()) == 7
+    assert await forecasts.expected(asked(n=3)) is None, "it is handed through"
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
+    forecasts.close()
+    await until(lambda: not threads[0].is_alive())
+
+
+async def test_over_budget_requests_have_no_forecast() -> None:
+    def of(client: ClientRequest) -> int:
+        busy(0.3)
+        return 7
+
+    forecasts = Forecasts(of)
+    for _ in range(3):
+        await forecasts.expected(asked())
+        await until(lambda: forecasts._since is None)
+    made = forecasts._used
+    await forecasts.expected(asked())
+    await until(lambda: forecasts._since is None and forecasts._used > made)
+    made = forecasts._used
+    assert made >= 1.2
+    for _ in range(20):
+        assert await forecasts.expected(asked()) is None
+    assert forecasts._used == made, "a second is used up"
+    forecasts.now = 0.5
+    assert await forecasts.expected(asked()) is None, "0.2 are owed, a quarter of a half is 0.125"
+    forecasts.now = 100.0
+    await forecasts.expected(asked())
+    await until(lambda: forecasts._used > made)
+    forecasts.close()
+
+
+async def test_while_the_thread_is_held_up_all_others_go_without() -> None:
+    free = threading.Event()
+
+    def of(client: ClientRequest) -> int:
+        if b"slow" in bytes(client.body["prompt"]):
+            free.wait(60)
+        return 7
+
+    forecasts = Forecasts(of)
+    assert await forecasts.expected(asked(prompt="slow")) is None
+    forecasts.now = 10.0
+    assert await asyncio.gather(*(forecasts.expected(asked()) for _ in range(50))) == [None] * 50
+    assert forecasts._asked.empty(), "nobody joins a line that does not move"
+    free.set()
+    await until(lambda: forecasts._since is None)
+    assert await forecasts.expected(asked()) == 7
+    forecasts.close()
+
+
+async def test_a_forecast_that_fails_or_panics_refuses_no_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def of(client: ClientRequest) -> int:
+        raise BaseException("as tokenizers panic")
+
+    forecasts = Forecasts(of)
+    assert [await forecasts.expected(asked()) for _ in range(3)] == [None] * 3
+    assert len(caplog.records) == 1
+    forecasts.close()
+
+
+def slow_checkpoint(folder: Path) -> str:
+    """A checkpoint whose own tokenizer takes seconds for a text of one letter."""
+    shutil.copytree(CHECKPOINT, folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    pattern = {"Regex": "x+x+[yz]"}
+    tokenizer["pre_tokenizer"] = {
+        "type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False
+    }  # fmt: skip
+    file.write_text(json.dumps(tokenizer))
+    return str(folder)
+
+
+async def test_a_slow_tokenizer_of_a_checkpoint_holds_up_no_stream(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    checkpoint = slow_checkpoint(tmp_path / "slow")
+    async with cluster(tokenizer, 1, prompt_checkpoint=checkpoint) as it:
+        assert it.proxy._forecasts is not None
+        slow = {"model": "m", "prompt": "x" * 1_600, "max_tokens": 3}
+        status, _, _ = await it.post(slow)
+        assert status == 200
+        await it.answered(20)
+        assert it.proxy._forecasts._since is not None, "it is still at the first prompt"
+
+
+@pytest.mark.parametrize("letters", ["天地玄黄宇宙洪荒", "😀🎉🚀🤖", "ꙮ𒐫𓀀"])
+def test_prompts_in_any_letters_are_cut_before_they_are_tokenized(letters: str) -> None:
+    predictor = PromptPredictor.load(str(CHECKPOINT))
+    text = letters * 4_000
+    own, length = predictor._embedding.read(text)
+    assert len(own) <= 2 * 512 * 6, "a token has at least a byte"
+    assert length > len(own)
+    assert predictor._embedding.read(PROMPT * 10)[1] == len(
+        predictor._embedding.read(PROMPT * 10)[0]
+    )
