@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from rescheduler.coordination.link import Arrival, Numbering
 from rescheduler.coordination.messages import (
@@ -90,7 +91,7 @@ class Session:
         self._incarnation, self._shared = f"{shared.incarnation}/{number}", shared
         self._cluster, self._instances = shared.cluster, shared.cluster.all
         self.mirrors: dict[int, Mirror] = {}
-        self.heard_at = shared.clock()
+        self.heard_at = self._begun_at = shared.clock()
         self.listening = self.named = ""
         self.step_seconds = 0.0
         self.known = self._closed = False
@@ -123,7 +124,7 @@ class Session:
                     f"report {report.number} after {self._heard.last}", "number"
                 )
             return
-        self.step_seconds = report.step_seconds
+        self.step_seconds, longest = report.step_seconds, self._longest
         here = report.heard if report.incarnation == self._incarnation else 0
         if report.whole:
             listed = {record.handle for record in report.records}
@@ -136,7 +137,7 @@ class Session:
             if not await self._goes_on(i):
                 return
             with self._alone(record.handle):
-                self._take(record, here, report.whole)
+                self._take(self._believed(record, longest), here, report.whole)
         self._take_tokens(report)
         for failure in report.failures:
             if not 0 <= failure.instance < len(self._instances):
@@ -278,6 +279,24 @@ class Session:
             self._cluster.accounts.began(mirror)
         return mirror
 
+    def _believed(self, record: Record, longest: int) -> Record:
+        """Return a request as reported, within what can be.
+
+        It has waited at most since its proxy was first heard of, and has as many tokens as a model.
+        Otherwise a proxy could put its requests before those of all others.
+        """
+        waited = min(record.waited, self._shared.clock() - self._begun_at)
+        generated = min(record.generated_tokens, longest)
+        if (waited, generated) == (record.waited, record.generated_tokens):
+            return record
+        return replace(record, waited=waited, generated_tokens=generated)
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest answer that any instance can give."""
+        engines = [one.engine for one in self._instances if one.engine is not None]
+        return max((engine.max_model_len for engine in engines), default=MOST_TOKENS)
+
     async def _goes_on(self, i: int) -> bool:
         """Let others have their turn after a slice; return whether the proxy is still there."""
         if i and i % _SLICE == 0:
@@ -364,7 +383,7 @@ class Session:
         if ((tokens < 0) | (tokens > MOST_TOKENS)).any():
             raise CoordinationError("tokens that nothing has generated", "content")
         mirrors = self.mirrors
-        for handle, generated in zip(handles, tokens.tolist(), strict=True):
+        for handle, generated in zip(handles, tokens.clip(max=self._longest).tolist(), strict=True):
             mirror = mirrors.get(handle)
             if mirror is not None:
                 mirror.has_generated(generated)
@@ -375,9 +394,8 @@ class Session:
             # Of an answer that comes as a whole only its engine knows, by telemetry.
             mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
             mirror.refused = ended.refused
-            engines = [one.engine for one in self._instances if one.engine is not None]
-            longest = max((engine.max_model_len for engine in engines), default=MOST_TOKENS)
-            self._forget(mirror, ended.by_itself and mirror.generated_tokens <= longest)
+            possible = mirror.generated_tokens <= self._longest
+            self._forget(mirror, ended.by_itself and possible)
 
     def _forget(self, mirror: Mirror, by_itself: bool) -> None:
         if self.mirrors.pop(mirror.handle, None) is None:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -263,6 +264,28 @@ async def test_what_cannot_be_is_left_out_and_counted(coordinated: Make) -> None
             await until(lambda expected=number: refused(it, "content") == expected)
             assert not it.coordinator.sessions["peer"].mirrors
         await is_decided_for(it, it.proxies[0])
+
+
+async def test_nobody_goes_first_by_saying_that_it_has_waited_for_days(coordinated: Make) -> None:
+    """A request has waited at most since its proxy was first heard of."""
+    async with coordinated() as it, peer(it) as odd:
+
+        def mirrors() -> list[Any]:
+            return list(it.coordinator.sessions["peer"].mirrors.values())
+
+        began = asyncio.get_running_loop().time()
+        waits = msgspec.structs.replace(RECORD, ticket=1, waited=1e6, generated_tokens=2**24)
+        await odd.says(1, whole=True, records=[waits])
+        await until(lambda: "peer" in it.coordinator.sessions and bool(mirrors()))
+        (mirror,) = mirrors()
+        assert mirror.arrived >= began
+        assert mirror.generated_tokens <= 100_000, "no engine gives more"
+        runs = msgspec.structs.replace(waits, instance=1, destination=1, hop=0, generating=True)
+        await odd.says(2, records=[runs])
+        handles, tokens = (np.array([n], dtype=np.int64).tobytes() for n in (1, 2**24))
+        await odd.says(3, handles=handles, tokens=tokens)
+        await is_decided_for(it, it.proxies[0])
+        assert mirror.generated_tokens <= 100_000
 
 
 async def test_a_step_that_takes_no_time_stops_nobody(coordinated: Make) -> None:
