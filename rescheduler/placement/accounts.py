@@ -1,21 +1,20 @@
 """Accounts of all clients: who a request is for, and how much of what is shared it may have."""
 
-import hashlib
 import re
-import secrets
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 
 from rescheduler.engines.deployment import AccountOptions
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
+from rescheduler.placement.accepted_keys import AcceptedKeys
 from rescheduler.placement.account import Account
 from rescheduler.placement.placeable import Placeable, R
 
 __all__ = ["Accounts", "service_of"]
 
 _MOST_ACCOUNTS = 1024
-_MOST_KEYS = 4096
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
 _OTHERS = "others"
 _BREAKS = 1.0
@@ -40,17 +39,23 @@ class Accounts:
     Args:
         options: header and weights.
         checks_keys: engines are known to refuse what has no key.
+        clock: in seconds.
 
     Attributes:
+        keys: that engines have accepted.
         virtual_time: service that the account has had which is served now.
         mean_service: of requests that have ended, in prompt tokens.
     """
 
-    def __init__(self, options: AccountOptions, checks_keys: bool = False) -> None:
+    def __init__(
+        self,
+        options: AccountOptions,
+        checks_keys: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._options, self._checks_keys = options, checks_keys
-        self._salt = secrets.token_bytes(16)
+        self.keys = AcceptedKeys(clock)
         self._accounts: OrderedDict[str, Account] = OrderedDict()
-        self._keys: OrderedDict[str, None] = OrderedDict()
         self.virtual_time = 0.0
         self.mean_service = _FIRST_SERVICE
 
@@ -59,9 +64,10 @@ class Accounts:
         if self._options.header is not None:
             name = _value(headers, self._options.header).strip()
             if name:
-                return self.named(name if _NAME.fullmatch(name) else self._digest(name))
-        key = self._key(headers)
-        return self.named(key if self._checks_keys and key in self._keys else address)
+                return self.named(name if _NAME.fullmatch(name) else self.keys.digest(name))
+        key = _value(headers, "Authorization")
+        known = key and self._checks_keys and self.keys.knows({"Authorization": key})
+        return self.named(self.keys.digest(key) if known else address)
 
     def named(self, name: str) -> Account:
         """Return the account of that name."""
@@ -72,15 +78,6 @@ class Accounts:
             account = self._add(name)
         self._accounts.move_to_end(name)
         return account
-
-    def accepted(self, headers: Mapping[str, str]) -> None:
-        """Note that an engine has accepted a request with these headers."""
-        key = self._key(headers)
-        if key:
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-            if len(self._keys) > _MOST_KEYS:
-                self._keys.popitem(last=False)
 
     def refused_key(self) -> None:
         """Note that an engine has refused a request for want of a key."""
@@ -160,14 +157,6 @@ class Accounts:
             one.strictness[level] for one in self._accounts.values() if level in one.strictness
         ]
         return median(known) if len(known) > 2 else 0.0
-
-    def _key(self, headers: Mapping[str, str]) -> str:
-        key = _value(headers, "Authorization")
-        return self._digest(key) if key else ""
-
-    def _digest(self, text: str) -> str:
-        digest = hashlib.blake2b(text.encode(errors="replace"), key=self._salt, digest_size=8)
-        return digest.hexdigest()
 
     def _add(self, name: str) -> Account:
         account = self._accounts[name] = Account(name, self._options.weights.get(name, 1.0))

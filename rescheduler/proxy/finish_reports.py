@@ -19,7 +19,6 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest, TokenArrival
-from rescheduler.proxy.accepted_keys import AcceptedKeys
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 
 __all__ = ["FinishReports", "refuse_promises"]
@@ -75,7 +74,7 @@ class FinishReports:
             clock,
         )
         self.finish_times = FinishTimes(load, forecasts, clock, self._observed)
-        self._keys = AcceptedKeys(clock)
+        self._keys = cluster.accounts.keys
         levels = cluster.deployment.proxy.promise_levels
         self._promises = Promises(
             self.finish_times, levels, clock, self._promise_came, cluster.accounts.strictness
@@ -146,7 +145,6 @@ class FinishReports:
         """Note tokens of a request; before they are counted as generated."""
         instance = request.instance
         if arrival.waited is None:
-            self._keys.served(request.headers)
             self.finish_times.first_token(request)
         elif instance is not None and not (request.several or request.slow_client):
             self.finish_times.load.pace.took(instance, tokens, arrival.waited, now)
@@ -155,8 +153,6 @@ class FinishReports:
         """Note that a request has ended."""
         if request.client.direct == "path":
             return
-        if by_itself:
-            self._keys.served(request.headers)
         at = request.last_token
         self.finish_times.ended(request, by_itself, at)
         self._promises.ended(request, by_itself, at)

@@ -55,7 +55,7 @@ class PassThrough:
     ) -> None:
         self._seen = seen
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
-        self._accounts = cluster.accounts
+        self._keys = cluster.accounts.keys
         self._bodies, self._outliers, self._watch, self._flow = bodies, outliers, watch, flow
         self._options = cluster.deployment.proxy
 
@@ -116,7 +116,7 @@ class PassThrough:
         path = request.client.path
         response = await self._upstream.open(instance.instance, path, body, headers)
         request.accepted()
-        self._accounts.accepted(request.headers)
+        self._keys.served(request.headers)
         return response
 
     async def _stream(

@@ -54,7 +54,7 @@ class RequestFlow:
     ) -> None:
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
         self._bodies, self._outliers, self._watch = bodies, outliers, watch
-        self._prober, self._accounts = cluster.prober, cluster.accounts
+        self._prober, self._keys = cluster.prober, cluster.accounts.keys
         self._quarantine = Quarantine(cluster.dispatcher.usable_for, cluster.decodes)
         self._migrator, self._metrics, self._options = migrator, metrics, cluster.deployment.proxy
         self._relay = TokenRelay(cluster, outliers, migrator, metrics, seen)
@@ -112,7 +112,7 @@ class RequestFlow:
                 raise
             else:
                 request.prefilled(params, tokens)
-                self._accounts.accepted(request.headers)
+                self._keys.served(request.headers)
                 self._dispatcher.began(request, instance)
                 self._outliers.succeeded(request, instance)
                 return
@@ -316,7 +316,7 @@ class RequestFlow:
                     instance.instance, request.client.path, body, span.headers(request.headers)
                 )
                 request.accepted()
-                self._accounts.accepted(request.headers)
+                self._keys.served(request.headers)
                 try:
                     stream = EngineStream(request, instance, wait, response, span)
                     return await self._relay.relay(stream, send, comment)

@@ -32,7 +32,7 @@ class TestWhoAClientIs:
     def test_an_address_until_an_engine_has_accepted_its_key(self, table: Accounts) -> None:
         table.refused_key()
         assert table.of("10.0.0.1", KEY).name == "10.0.0.1"
-        table.accepted(KEY)
+        table.keys.served(KEY)
         known = table.of("10.0.0.1", KEY)
         assert known is table.of("10.0.0.2", KEY), "wherever it comes from"
         assert known.name != "10.0.0.1" and "mine" not in known.name
@@ -41,7 +41,7 @@ class TestWhoAClientIs:
     def test_nobody_is_many_by_keys_that_no_engine_checks(self, table: Accounts) -> None:
         keys = [{"Authorization": f"Bearer {i}"} for i in range(3)]
         for key in keys:
-            table.accepted(key)
+            table.keys.served(key)
         assert {table.of("10.0.0.1", key).name for key in keys} == {"10.0.0.1"}
 
     def test_a_header_says_who_where_one_is_configured(self) -> None:
