@@ -69,9 +69,10 @@ def test_an_account_pays_for_what_its_requests_have_truly_taken() -> None:
 def test_one_holds_back_others_only_where_it_goes_first() -> None:
     """The second is long overdue, and has no room until the first has ended at 400 s.
 
-    The second client has had less. Of its requests the first has no room either, the last has.
+    The second client has had less. Its cheaper request goes first and has no room either; the
+    other one has.
     """
-    requests: Requests = [(0.0, 500, 400), (1.0, 900, 5), (250.0, 600, 5), (250.0, 50, 5)]
+    requests: Requests = [(0.0, 500, 400), (1.0, 900, 5), (250.0, 600, 5), (250.0, 50, 100)]
     config = replace(ONE, slots=4)
 
     def placed(fairness: float) -> float:
