@@ -169,10 +169,9 @@ class Cluster:
 
     async def text(self, path: str) -> str:
         """What a GET answers; of metrics, as they are now and not a second ago."""
-        if path == "/metrics":
-            return self.proxy.metrics.text().decode()
         async with self.session.get(self.url + path) as response:
-            return await response.text()
+            text = await response.text()
+        return self.proxy.metrics.text().decode() if path == "/metrics" else text
 
     async def admin(self, method: str, path: str) -> Any:
         """What the operator's listener answers."""
