@@ -221,11 +221,11 @@ class CoordinatedCluster(Cluster[LiveRequest]):
 
     def began(self, request: LiveRequest) -> None:
         """Note a request here: the coordinator hears of it when it wants a place."""
-        self.accounts.began(request)
+        self.dispatcher.arrived(request)
 
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Note a request's end; by itself: the coordinator may learn from its length."""
-        self.accounts.ended(request, by_itself)
+        self.dispatcher.left(request, by_itself)
         self.link.ended(request, by_itself)
 
     def failed(self, instance: InstanceState, certain: bool) -> None:

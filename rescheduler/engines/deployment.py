@@ -126,7 +126,7 @@ class AccountOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
 
     header: str | None = None
-    weights: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1e6)]] = {}
+    weights: dict[str, Annotated[float, msgspec.Meta(ge=0.001, le=1000)]] = {}
 
 
 class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Callable, Mapping
-from math import exp
+from math import exp, inf
+from weakref import WeakKeyDictionary
 
 from rescheduler.finish_times.finish_times import FinishTimes
 from rescheduler.openai.openai_request import RequestRefusedError
@@ -14,7 +15,7 @@ __all__ = ["Promises"]
 _GAIN = 0.02
 _SERVICE_LEVEL = 0.9
 _PROTECTED, _REST_SECONDS = 32, 3.0
-_FORGOTTEN, _TAKEN_OF = 0.02, 20
+_FORGOTTEN, _FORGETS_SECONDS, _TAKEN_OF = 0.02, 1.0, 20
 _LONGEST_NAMED = 1e6
 _HIGHEST, _STRICTEST, _LONGEST_RETRY = 0.999, 2.0, 60.0
 
@@ -33,8 +34,8 @@ class Promises:
     with p the level that it asks for, or that of its class. :math:`\delta_p` rises by 0.02 p / (1 -
     p) with each promise of that level to its account that is broken, and falls by 0.02 with each
     that is kept, between 0 and 2: where more than 1 - p are broken, fewer are given (adaptive
-    conformal inference, as in `Calibration`). It falls by 2% with each request that is refused: few
-    promises now do not mean few for ever.
+    conformal inference, as in `Calibration`). It falls by 2% with each request that is refused,
+    once a second at most: few promises now do not mean few for ever.
 
     A promise counts as a deadline: once the request has to start in order to keep it, it goes
     before others, as far as `promised_first` lets it; and while it is at risk, its request is not
@@ -59,6 +60,7 @@ class Promises:
         self._finish_times, self._levels = finish_times, levels
         self._clock, self._tell = clock, ended
         self._usual = usual
+        self._forgot_at: WeakKeyDictionary[Account, float] = WeakKeyDictionary()
         self._given: dict[Placeable, float] = {}
         self._random = random.Random(0)
         self._refused = 0
@@ -88,8 +90,7 @@ class Promises:
             return None
         if probability < needed:
             self._refused += 1
-            if _rounded(level) in request.account.strictness:
-                request.account.strictness[_rounded(level)] *= 1.0 - _FORGOTTEN
+            self._forget(request.account, _rounded(level))
             earliest = self._finish_times.finish_quantile(request, needed)
             raise RequestRefusedError(
                 429,
@@ -105,6 +106,12 @@ class Promises:
         request.start_by = request.finish_by - service
         self._given[request] = level
         return probability
+
+    def _forget(self, account: Account, level: float) -> None:
+        """Be less strict after a refusal, once a second: refusals cost their client nothing."""
+        if self._clock() - self._forgot_at.get(account, -inf) >= _FORGETS_SECONDS:
+            self._forgot_at[account] = self._clock()
+            account.strictness[level] = self._usual(account, level) * (1.0 - _FORGOTTEN)
 
     def ended(self, request: Placeable, by_itself: bool, at: float | None = None) -> None:
         """Note that a request has ended, at a time, with or without a promise."""

@@ -178,6 +178,8 @@ class RunningRequests:
             self.suspects.erred(request.instance)
         elif answer.ok:
             request.accepted()
+        else:
+            request.refused = True
 
     def generated(self, request: LiveRequest, total: int) -> None:
         """Note how many tokens a request has by now, unless more were known already."""

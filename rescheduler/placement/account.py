@@ -19,10 +19,12 @@ class Account:
         name: of the account: an address, a header's value, or the digest of a key.
         weight: its share, relative to that of others.
         unfinished: requests that have arrived and not ended.
+        waiting: those of them that wait for a place.
         strictness: of its promises, by their level.
     """
 
     __slots__ = (
+        "__weakref__",
         "_error",
         "_errors",
         "_held",
@@ -31,16 +33,22 @@ class Account:
         "name",
         "strictness",
         "unfinished",
+        "waiting",
         "weight",
     )
 
     def __init__(self, name: str, weight: float = 1.0) -> None:
         self.name, self.weight = name, weight
-        self.unfinished = 0
+        self.unfinished = self.waiting = 0
         self.strictness: dict[float, float] = {}
         self._settled = self._held = 0.0
         self._takes: dict[Hashable, float] = {}
         self._error = self._errors = 0.0
+
+    @property
+    def settled(self) -> float:
+        """Virtual service of the requests that have ended."""
+        return self._settled
 
     @property
     def served(self) -> float:

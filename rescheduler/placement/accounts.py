@@ -2,8 +2,9 @@
 
 import re
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 
 from rescheduler.engines.deployment import AccountOptions
@@ -12,7 +13,7 @@ from rescheduler.placement.accepted_keys import AcceptedKeys
 from rescheduler.placement.account import Account
 from rescheduler.placement.placeable import Placeable, R
 
-__all__ = ["Accounts", "service_of"]
+__all__ = ["Accounts", "corrected"]
 
 _MOST_ACCOUNTS = 1024
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
@@ -22,9 +23,12 @@ _BREAKS = 1.0
 _NAME = re.compile(r"[\w.@:/+-]{1,64}", re.ASCII)
 
 
-def service_of(request: Placeable, more_tokens: float = 0.0) -> float:
-    """Return what a request has taken, and takes until so many tokens from now."""
-    return request.prompt_tokens + OUTPUT_WEIGHT * (request.generated_tokens + more_tokens)
+def corrected(request: Placeable, left: float) -> float:
+    """Return a forecast of tokens, corrected by what those of its account were wrong by."""
+    left *= request.account.correction
+    if request.max_tokens is not None:
+        left = min(left, float(request.max_tokens - request.generated_tokens))
+    return left
 
 
 class Accounts:
@@ -40,6 +44,7 @@ class Accounts:
         options: header and weights.
         checks_keys: engines are known to refuse what has no key.
         clock: in seconds.
+        salt: of digests, which all proxies of a deployment share; a random one when empty.
 
     Attributes:
         keys: that engines have accepted.
@@ -52,10 +57,12 @@ class Accounts:
         options: AccountOptions,
         checks_keys: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        salt: bytes = b"",
     ) -> None:
         self._options, self._checks_keys = options, checks_keys
-        self.keys = AcceptedKeys(clock)
+        self.keys = AcceptedKeys(clock, salt)
         self._accounts: OrderedDict[str, Account] = OrderedDict()
+        self._waiting: dict[Account, None] = {}
         self.virtual_time = 0.0
         self.mean_service = _FIRST_SERVICE
 
@@ -65,9 +72,9 @@ class Accounts:
             name = _value(headers, self._options.header).strip()
             if name:
                 return self.named(name if _NAME.fullmatch(name) else self.keys.digest(name))
-        key = _value(headers, "Authorization")
-        known = key and self._checks_keys and self.keys.knows({"Authorization": key})
-        return self.named(self.keys.digest(key) if known else address)
+        has_key = self._checks_keys and bool(_value(headers, "Authorization"))
+        known = has_key and self.keys.knows(headers)
+        return self.named(self.keys.of(headers) if known else address)
 
     def named(self, name: str) -> Account:
         """Return the account of that name."""
@@ -85,48 +92,84 @@ class Accounts:
 
     def began(self, request: Placeable) -> None:
         """Note a request that has just arrived."""
-        if request.account.unfinished == 0:
-            request.account.lift(self.virtual_time)
         request.account.unfinished += 1
 
-    def placed(self, request: Placeable, waiting: Iterable[Account]) -> None:
+    @contextmanager
+    def waits(self, request: Placeable) -> Iterator[None]:
+        """Note that a request waits for a place while the body runs.
+
+        An account that had none waiting begins where those are that are served now: it has no claim
+        to what others had meanwhile.
+        """
+        account = request.account
+        if account.waiting == 0:
+            account.lift(self.virtual_time)
+            self._waiting[account] = None
+        account.waiting += 1
+        try:
+            yield
+        finally:
+            account.waiting -= 1
+            if account.waiting == 0:
+                del self._waiting[account]
+
+    def placed(self, request: Placeable) -> None:
         """Charge a request that gets a place, with what it is expected to take."""
-        if request.account.taking(request) is None:
-            least = min((one.served for one in waiting), default=request.account.served)
+        if request.account.taking(request) is None and self._waiting:
+            least = min(account.settled for account in self._waiting)
             self.virtual_time = max(self.virtual_time, least)
-        foreseen = request.foreseen_tokens * request.account.correction
-        left = max(foreseen - request.generated_tokens, 0.0)
-        request.account.takes(request, service_of(request, left))
+        left = max(corrected(request, request.foreseen_tokens) - request.generated_tokens, 0.0)
+        request.account.takes(request, self.service(request, left))
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
-        """Charge a request that has ended with what it took: nothing, if an engine refused it."""
-        account = request.account
+        """Charge a request that has ended with what it took: nothing, if an engine refused it.
+
+        Of an answer that was not read token by token that is at least what was expected.
+        """
+        account, charged = request.account, request.account.taking(request)
         account.unfinished -= 1
-        if request.foreseen_tokens and request.generated_tokens:
-            account.learn(request.foreseen_tokens, request.generated_tokens, by_itself)
-        if account.taking(request) is None:
+        generated = request.generated_tokens
+        if request.foreseen_tokens and generated and not request.several:
+            account.learn(request.foreseen_tokens, generated, by_itself and not request.was_cut)
+        if charged is None:
             return
-        service = 0.0 if request.refused else service_of(request)
+        service = self.service(request)
+        if request.several or not generated:
+            service = max(service, charged)
+        if request.refused:
+            service = self.service(request) if request.prompt_is_known else 0.0
         account.settle(request, service)
-        if service:
+        if generated:
             self.mean_service += _LEARNS * (service - self.mean_service)
 
     def outgrown(self, request: Placeable) -> None:
         """Charge a request that has outlived what was expected of it."""
-        charged = request.account.taking(request)
-        if charged is not None and service_of(request) > charged:
-            request.account.takes(request, service_of(request))
+        charged, service = request.account.taking(request), self.service(request)
+        if charged is not None and service > charged:
+            request.account.takes(request, service)
 
-    def may_wait(self, account: Account, pool: int, waiting: Iterable[Placeable]) -> bool:
+    def service(self, request: Placeable, more_tokens: float = 0.0) -> float:
+        """Return what a request has taken, and takes until so many tokens from now.
+
+        A prompt that no engine has counted is known by its bytes, which may be those of a picture.
+        """
+        prompt = float(request.prompt_tokens)
+        if not request.prompt_is_known:
+            prompt = min(prompt, self.mean_service)
+        return prompt + OUTPUT_WEIGHT * (request.generated_tokens + more_tokens)
+
+    def may_wait(self, account: Account, pool: int) -> bool:
         """Return whether one more request of an account may wait where a pool is full.
 
-        It may while fewer of it wait than its share among those who wait, and not twice as many
-        wait in all as the pool holds.
+        One may that has none there, and others while they have fewer than their share among those
+        who wait, and not twice as many wait in all as the pool holds.
         """
-        counts = Counter(request.account for request in waiting)
-        weights = sum(one.weight for one in {account, *counts})
+        if account.waiting == 0:
+            return True
+        weights = sum(one.weight for one in self._waiting)
         share = max(1.0, pool * account.weight / weights)
-        return counts[account] + 1 <= share and counts.total() < 2 * pool
+        total = sum(one.waiting for one in self._waiting)
+        return account.waiting + 1 <= share and total < 2 * pool
 
     def leading(self, urgent: Iterable[R], waiting: Iterable[R]) -> list[R]:
         """Return those of urgent requests that may go before others of what waits.
@@ -135,12 +178,15 @@ class Accounts:
         too many promises, have their turn as all do.
         """
         ahead: dict[Account, float] = {}
+        strictest: dict[Account, float] = {}
+        leading: list[R] = []
         least = min((one.served for one in {request.account for request in waiting}), default=0.0)
-        leading = []
         for request in urgent:
             account = request.account
             served = ahead.get(account, account.served)
-            kept = self.strictness(account, request.promised_level) < _BREAKS
+            if account not in strictest:
+                strictest[account] = max(account.strictness.values(), default=0.0)
+            kept = strictest[account] < _BREAKS
             if kept and served <= least + self.mean_service / account.weight:
                 ahead[account] = served + self.mean_service / account.weight
                 leading.append(request)

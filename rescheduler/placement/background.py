@@ -126,8 +126,9 @@ class Background(Generic[R]):
         Raises:
             RequestRefusedError: 429.
         """
+        account = self._accounts.named(account.name)
         if self.waiting >= self._options.pool and not self._accounts.may_wait(
-            account, self._options.pool, [*self.for_decode, *self.for_prefill]
+            account, self._options.pool
         ):
             message = f"{self.waiting} background requests wait already; try again later"
             raise RequestRefusedError(429, message, retry_after=5)
@@ -215,6 +216,7 @@ class Background(Generic[R]):
             with taken_out(request, self.for_prefill):
                 if not idle or self.for_decode or not self._with_room(request):
                     return
+                self._accounts.placed(request)
                 request.begin_prefill(idle[0])
                 self._latest[idle[0]] = request, self._clock()
                 self.for_prefill.pop(request).set_result(idle[0])

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from math import inf
 from typing import Any, Generic
 
+from predictor.live.zmq_sockets import shared_secret
 from rescheduler.engines.deployment import Deployment
 from rescheduler.migration import MigrationPolicy
 from rescheduler.ordering import create_order
@@ -79,7 +80,9 @@ class Cluster(Generic[R]):
                 self._stack.callback(control.close)
             self.instances[instance.name] = InstanceState(instance, options, control)
         key = engine_key(options)
-        self.accounts = Accounts(options.accounts, checks_keys=key is not None)
+        salt = shared_secret(keys, "watcher") if keys is not None else b""
+        self.accounts = Accounts(options.accounts, checks_keys=key is not None, salt=salt)
+        self.background_accounts = Accounts(options.accounts)
         self.all = list(self.instances.values())
         self.decodes = [one for one in self.all if one.instance.role == "decode"]
         self._decide_by(deployment)
@@ -133,6 +136,7 @@ class Cluster(Generic[R]):
             self.line,
             self._background_line(deployment, clock),
             self.accounts,
+            self.background_accounts,
         )
 
     def _background_line(
@@ -147,7 +151,7 @@ class Cluster(Generic[R]):
             return None
         order = create_order("shortest", fairness=fairness)
         return WaitingLine(
-            order, self.decodes, self.forecasts, self.step, clock, inf, self.accounts
+            order, self.decodes, self.forecasts, self.step, clock, inf, self.background_accounts
         )
 
     async def start(self) -> None:
@@ -211,7 +215,7 @@ class Cluster(Generic[R]):
 
     def began(self, request: R) -> None:
         """Note a request that has just arrived."""
-        self.accounts.began(request)
+        self.dispatcher.arrived(request)
         if self.forecasts is not None:
             self.forecasts.began(request)
 
@@ -220,7 +224,7 @@ class Cluster(Generic[R]):
 
         Background requests, which may be of another kind, say nothing of others.
         """
-        self.accounts.ended(request, by_itself)
+        self.dispatcher.left(request, by_itself)
         by_itself = by_itself and not request.background
         if self.forecasts is not None:
             self.forecasts.ended(request, by_itself)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, cast
 
@@ -23,7 +23,7 @@ from rescheduler.placement.guarded_policy import (
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Counted, Decision, PlacedRequests, R
+from rescheduler.placement.placeable import Counted, Decision, Placeable, PlacedRequests, R
 from rescheduler.placement.waiting_line import WaitingLine, promised_first, taken_out
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
@@ -48,6 +48,7 @@ class Dispatcher(Generic[R]):
         line: the order in which requests are served; as they come when None.
         background_line: that of background requests, which come after all others.
         accounts: of the clients; a new table when None.
+        background_accounts: of their background requests, likewise.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Dispatcher(Generic[R]):
         line: WaitingLine[R] | None = None,
         background_line: WaitingLine[R] | None = None,
         accounts: Accounts | None = None,
+        background_accounts: Accounts | None = None,
     ) -> None:
         self._line = line
         self.accounts = accounts or Accounts(options.accounts)
+        self.background_accounts = background_accounts or Accounts(options.accounts)
         self._placements, self._policy, self._step = placements, policy, step
         self._prefills = [one for one in instances if one.instance.role == "prefill"]
         self._decodes = [one for one in instances if one.instance.role == "decode"]
@@ -86,7 +89,7 @@ class Dispatcher(Generic[R]):
             others_wait=lambda: bool(self._for_decode or self._for_prefill),
             with_room=self._with_leftover,
             placed=self._placed_on,
-            accounts=self.accounts,
+            accounts=self.background_accounts,
         )
         self._dispatched = 0
         self._outgrown_at = -math.inf
@@ -146,7 +149,7 @@ class Dispatcher(Generic[R]):
             )
         waiting = len(self._for_decode) + len(self._for_prefill)
         if waiting >= self._options.pool and not self.accounts.may_wait(
-            account, self._options.pool, [*self._for_decode, *self._for_prefill]
+            account, self._options.pool
         ):
             # A place becomes free about every token time; the pool is this many of them long.
             seconds = min(60, max(1, round(waiting * self._step.seconds)))
@@ -173,20 +176,21 @@ class Dispatcher(Generic[R]):
         """
         place: asyncio.Future[InstanceState | None] = asyncio.get_running_loop().create_future()
         pool = self._background.for_prefill if request.background else self._for_prefill
-        pool[request] = place
-        self._grant_prefills()
-        self._background.wake()
-        try:
-            async with asyncio.timeout(self._longest_wait(request)):
-                return await place
-        except BaseException as error:
-            granted = place.done() and not place.cancelled() and place.exception() is None
-            if granted and place.result() is not None:
-                request.prefill_failed()  # in the very same moment
-            pool.pop(request, None)
-            if isinstance(error, TimeoutError):
-                raise self._too_long("prefill") from error
-            raise
+        with self._accounts_of(request).waits(request):
+            pool[request] = place
+            self._grant_prefills()
+            self._background.wake()
+            try:
+                async with asyncio.timeout(self._longest_wait(request)):
+                    return await place
+            except BaseException as error:
+                granted = place.done() and not place.cancelled() and place.exception() is None
+                if granted and place.result() is not None:
+                    request.prefill_failed()  # in the very same moment
+                pool.pop(request, None)
+                if isinstance(error, TimeoutError):
+                    raise self._too_long("prefill") from error
+                raise
 
     async def place(self, request: R) -> InstanceState:
         """Wait until the policy gives a request a decode instance; it is counted there then.
@@ -197,15 +201,16 @@ class Dispatcher(Generic[R]):
         place: asyncio.Future[InstanceState] = asyncio.get_running_loop().create_future()
         request.wait(self._clock())
         pool = self._background.for_decode if request.background else self._for_decode
-        pool[request] = place
-        self.wake()
-        try:
-            async with asyncio.timeout(self._longest_wait(request)):
-                return await place
-        except TimeoutError as error:
-            raise self._too_long("decode") from error
-        finally:
-            pool.pop(request, None)
+        with self._accounts_of(request).waits(request):
+            pool[request] = place
+            self.wake()
+            try:
+                async with asyncio.timeout(self._longest_wait(request)):
+                    return await place
+            except TimeoutError as error:
+                raise self._too_long("decode") from error
+            finally:
+                pool.pop(request, None)
 
     def wake(self) -> None:
         """Decide soon, as often as the policy does: a request came or went, or an instance did."""
@@ -357,11 +362,10 @@ class Dispatcher(Generic[R]):
         again = waiting[0] if alone and len(waiting) > 1 else None
         if again is not None:
             del waiting[1:]
-        accounts = {request.account for request in waiting}
         for request, instance, decision in self._chosen(waiting, self._decides, self.usable):
             if instance is not None:
                 with taken_out(request, self._for_decode):
-                    self._place_on(request, instance, decision, accounts)
+                    self._place_on(request, instance, decision)
                     self._for_decode.pop(request).set_result(instance)
         self._refuse_too_large(self._for_decode)
         self._refuse_too_large(self._background.for_decode)
@@ -377,10 +381,9 @@ class Dispatcher(Generic[R]):
         request: R,
         instance: InstanceState,
         decision: Decision | None,
-        waiting: Collection[Account],
     ) -> None:
         self._dispatched += 1
-        self.accounts.placed(request, waiting)
+        self._accounts_of(request).placed(request)
         request.place(instance, decision)
         logger.debug(
             "request %s (%s), %d tokens: to %s",
@@ -392,6 +395,19 @@ class Dispatcher(Generic[R]):
         if self._budgets is not None:
             self._budgets.spend(instance, request)
 
+    def _accounts_of(self, request: Placeable) -> Accounts:
+        return self.background_accounts if request.background else self.accounts
+
+    def arrived(self, request: Placeable) -> None:
+        """Note a request that has just arrived, with its client's account."""
+        if request.background:  # what the others leave is nobody's share of theirs
+            request.account = self.background_accounts.named(request.account.name)
+        self._accounts_of(request).began(request)
+
+    def left(self, request: Placeable, by_itself: bool) -> None:
+        """Note that a request has ended, and what it took."""
+        self._accounts_of(request).ended(request, by_itself)
+
     def _charge_outgrown(self) -> None:
         """Charge accounts, a few times a second, with what outlives its forecast."""
         now = self._clock()
@@ -399,8 +415,9 @@ class Dispatcher(Generic[R]):
             return
         self._outgrown_at = now
         for instance in self._decodes:
-            for request in cast(Collection[R], self._placements.on(instance)):
-                self.accounts.outgrown(request)
+            for request in self._placements.on(instance):
+                if isinstance(request, Placeable):  # one of a peer has no account here
+                    self._accounts_of(request).outgrown(request)
 
     def _have_given_way(self) -> None:
         """Have a background request leave for one that has waited while others were placed."""
@@ -438,7 +455,7 @@ class Dispatcher(Generic[R]):
         """Place a background request by the policy on one of these instances, if it wants to."""
         for _, instance, decision in self._chosen([request], self._decides, instances):
             if instance is not None:
-                self._place_on(request, instance, decision, ())
+                self._place_on(request, instance, decision)
                 return instance
         return None
 
@@ -487,7 +504,6 @@ class Dispatcher(Generic[R]):
         ahead = len(self._for_decode) + sum(loads.values())
         if available and (ahead >= self._options.ahead or min(loads.values()) >= most):
             return
-        accounts = {request.account for request in self._for_prefill}
         for request in self._in_order(list(self._for_prefill))[0]:
             place = self._for_prefill[request]
             having = [one for one in available if one.serves(request.model)]
@@ -502,7 +518,7 @@ class Dispatcher(Generic[R]):
                 ahead += 1
             with taken_out(request, self._for_prefill):
                 if having and not place.done():
-                    self.accounts.placed(request, accounts)
+                    self._accounts_of(request).placed(request)
                     request.begin_prefill(least)
                 del self._for_prefill[request]
                 if not place.done():

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.ordering import ServiceOrder
-from rescheduler.ordering.fairness import OUTPUT_WEIGHT, interleave, slack
+from rescheduler.ordering.fairness import interleave, slack
 from rescheduler.ordering.line import Line, Room
 from rescheduler.placement.account import Account
-from rescheduler.placement.accounts import Accounts
+from rescheduler.placement.accounts import Accounts, corrected
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import R
@@ -158,7 +158,8 @@ class WaitingLine(Generic[R]):
         )
         first = order[0]
         if self._fairness and self._accounts is not None:
-            self._share_out(self._accounts, requests, order, context + OUTPUT_WEIGHT * left)
+            service = map(self._accounts.service, requests, left)
+            self._share_out(self._accounts, requests, order, np.fromiter(service, np.float64, n))
         return [requests[i] for i in order], alone and bool(order[0] == first)
 
     def _share_out(
@@ -210,13 +211,5 @@ class WaitingLine(Generic[R]):
             for request, left in zip(new, means.tolist(), strict=True):
                 if not request.generated_tokens:
                     request.foreseen_tokens = left
-                known[request] = _corrected(request, left)
+                known[request] = max(corrected(request, left), 1.0)
         return np.fromiter((known[one] for one in requests), np.float64, len(requests))
-
-
-def _corrected(request: R, left: float) -> float:
-    """Return a forecast, corrected by what those of its account were wrong by, at least 1."""
-    left *= request.account.correction
-    if request.max_tokens is not None:
-        left = min(left, request.max_tokens - request.generated_tokens)
-    return max(left, 1.0)

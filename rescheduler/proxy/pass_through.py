@@ -28,6 +28,9 @@ from rescheduler.tracing.span import Span
 
 __all__ = ["PassThrough"]
 
+_KEYED = "/v1/"
+"""Paths for which engines ask for a key; others they answer to anybody."""
+
 _EVENTS = "text/event-stream"
 _HELD_BYTES = 8 << 20
 """Of an answer, until its client gets it: what fails before can start again elsewhere."""
@@ -116,7 +119,8 @@ class PassThrough:
         path = request.client.path
         response = await self._upstream.open(instance.instance, path, body, headers)
         request.accepted()
-        self._keys.served(request.headers)
+        if path.startswith(_KEYED):
+            self._keys.served(request.headers)
         return response
 
     async def _stream(

@@ -170,6 +170,8 @@ class _Endpoints:
                     raise RequestRefusedError(400, message, kind=UNREADABLE)
                 read = read_forwarded if path in FORWARDED else read_request
                 client = read(path, raw, self._options.forward_priority, self._ranks)
+                account = self._proxy.cluster.accounts.of(address, http.headers)
+                self._proxy.cluster.dispatcher.admit(account)  # others may have come meanwhile
                 if client.background:
                     self._proxy.cluster.dispatcher.admit_background(account)
                 return await self._answered(http, client, account)
@@ -247,7 +249,7 @@ class _Endpoints:
                     return await answer.finish(), "ok"
                 return await self._proxy.pass_through.run(request, answer), "ok"
         except EngineRefusedError as error:
-            request.refused = True
+            request.refused = request.generated_tokens == 0
             if error.status in (401, 403):
                 self._proxy.cluster.accounts.refused_key()
             return await answer.fail(error.status, error.body), "refused"

@@ -170,3 +170,42 @@ def test_what_a_request_must_generate_is_known_to_its_forecast(
     plain._generated = fewest + 1
     ahead = forecasts.forecast([request, plain]).at([50])
     assert ahead[0, 0] == pytest.approx(ahead[1, 0], abs=0.2), "then it may end"
+
+
+async def test_a_key_that_no_engine_looks_at_makes_nobody_another_client(
+    tokenizer: Tokenizer,
+) -> None:
+    async with cluster(tokenizer, decodes=1) as it, client(it, "127.0.0.2") as one:
+        made_up = {"Authorization": "Bearer made-up"}
+        for path, counts in (("/tokenize", False), ("/v1/embeddings", True)):
+            async with one.post(path, json={"model": "m", "prompt": "a"}, headers=made_up) as got:
+                assert got.status == 200, await got.text()
+            assert it.proxy.cluster.accounts.keys.knows(made_up) is counts
+
+
+async def test_requests_that_came_while_there_was_room_wait_only_as_far_as_there_is(
+    tokenizer: Tokenizer,
+) -> None:
+    """Their bodies end when the pool is full: they are looked at again then."""
+    async with cluster(tokenizer, decodes=1, pool=4) as it:
+        await one_at_a_time(it)
+        it.decodes[0].token_seconds = 0.01
+        async with client(it, "127.0.0.2") as flood:
+            go = asyncio.Event()
+
+            async def late() -> AsyncIterator[bytes]:
+                yield b'{"model": "m", "prompt": "a", "max_tokens": 20'
+                await go.wait()
+                yield b"}"
+
+            async def ask() -> int:
+                headers = {"Content-Type": "application/json"}
+                async with flood.post("/v1/completions", data=late(), headers=headers) as response:
+                    await response.read()
+                    return response.status
+
+            asking = [asyncio.create_task(ask()) for _ in range(20)]
+            await asyncio.sleep(0.3)  # all headers have come
+            go.set()
+            statuses = await asyncio.gather(*asking)
+    assert statuses.count(200) <= 12 and statuses.count(429) >= 8
