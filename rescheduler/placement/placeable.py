@@ -74,8 +74,8 @@ class Counted:
         external_id: what engines call it, without what they append.
         prompt_tokens: an estimate until an engine reports the exact number.
         prompt_is_known: an engine has.
-        max_tokens: most that it may generate, as far as its client said.
         fewest_tokens: that it will generate, whatever is forecast.
+        max_tokens: most that it may generate, as far as its client said.
         expected_tokens: that it is expected to generate by its prompt; None if nothing is known.
         generated_at_move: tokens when it last moved; None if it has not.
         destination: instance that it is on, or on its way to.
@@ -85,12 +85,12 @@ class Counted:
     external_id: str
     prompt_tokens: int = 0
     max_tokens: int | None = None
-    fewest_tokens: int = 0
     expected_tokens: int | None = None
     generated_at_move: int | None = None
     destination: InstanceState | None = None
     generating: bool = False
     prompt_is_known: bool = False
+    fewest_tokens: int = 0
     _generated: int = 0
 
     @property

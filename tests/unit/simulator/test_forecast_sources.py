@@ -230,6 +230,7 @@ def with_prompts(
         k=1,
         layer="prompt",
         widths=(8,),
+        trained_remaining_tokens=(1, 90),
     )
     export_checkpoint(reader, folder, {})
     embedding.save(folder)
