@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # figures open no windows
 _FORKING = str(Path(__file__).with_name("forked_engines"))
 sys.path.append(_FORKING)  # the forkserver has this process's path; vLLM finds a plugin there
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FORKING, os.environ.get("PYTHONPATH")]))
+
+# A shell's background job ignores Ctrl-C, and so would all that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first example of a property may compile, and no test depends on the machine's load. Without
 # a profile the examples are the same in every run, which then fails by a change and not by chance:
