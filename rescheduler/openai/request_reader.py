@@ -264,7 +264,8 @@ def _bounded(read: _Read, maximum: int | None) -> int | None:
     if maximum == 0 and read.echo:
         return 1  # as vLLM reckons with one that only wants its prompt
     if maximum is not None and maximum < 1:
-        message = f"max_tokens must be at least 1, got {maximum}."
+        said = f"max_tokens must be at least 1, got {maximum}."
+        message = f"{said} (parameter=max_tokens, value={maximum})"
         raise RequestRefusedError(400, message, "max_tokens")
     return _if_positive(maximum)
 
