@@ -15,7 +15,7 @@ class AcceptedKeys:
     """Digests of the ``Authorization`` of requests that an engine has served, the latest last.
 
     Engines alone know the keys. One that none has served for ten minutes is to be proved anew. The
-    digests are salted, so that nobody finds a key by them.
+    digests are salted: nobody finds a key by them.
     """
 
     def __init__(self, clock: Callable[[], float], salt: bytes = b"") -> None:

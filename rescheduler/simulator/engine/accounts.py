@@ -7,7 +7,7 @@ lifted to
 
 .. math:: V = \max_{t} \min_{a \text{ waits at } t} v_a
 
-over the placements t so far, so that nobody saves up service for later.
+over the placements t so far. Nobody saves up service for later.
 
 Source: see `rescheduler.ordering.fairness`.
 """
