@@ -258,7 +258,7 @@ class Session:
         self._stop_asking(mirror)
         mirror.booked = mirror.booked_in = 0
         mirror.be(record, self._instances)
-        if mirror.instance is not None and mirror.account.taking(mirror) is None:
+        if mirror.instance is not None and mirror not in mirror.account.charges:
             self._cluster.accounts.placed(mirror)  # by its proxy itself, or before a restart
         instance = mirror.instance
         if mirror.generating and not generated and instance and instance.breaker.closed:

@@ -1,7 +1,7 @@
 """What is kept of one client: what it has had, and what its claims were worth."""
 
-from collections.abc import Hashable
 from math import exp, log
+from typing import Any
 
 __all__ = ["Account"]
 
@@ -21,16 +21,17 @@ class Account:
         unfinished: requests that have arrived and not ended.
         waiting: those of them that wait for a place.
         strictness: of its promises, by their level.
+        settled: virtual service of the requests that have ended.
+        charges: what each request that has a place is expected to take, not over the weight.
     """
 
     __slots__ = (
         "__weakref__",
         "_error",
         "_errors",
-        "_held",
-        "_settled",
-        "_takes",
+        "charges",
         "name",
+        "settled",
         "strictness",
         "unfinished",
         "waiting",
@@ -41,39 +42,23 @@ class Account:
         self.name, self.weight = name, weight
         self.unfinished = self.waiting = 0
         self.strictness: dict[float, float] = {}
-        self._settled = self._held = 0.0
-        self._takes: dict[Hashable, float] = {}
+        self.settled = 0.0
+        self.charges: dict[Any, float] = {}
         self._error = self._errors = 0.0
-
-    @property
-    def settled(self) -> float:
-        """Virtual service of the requests that have ended."""
-        return self._settled
 
     @property
     def served(self) -> float:
         """Virtual service so far, with what its requests that run are expected to take."""
-        return self._settled + self._held / self.weight
+        return self.settled + sum(self.charges.values()) / self.weight
 
     def lift(self, virtual_time: float) -> None:
         """Begin again after a pause: what it did not use meanwhile is nobody's debt."""
-        self._settled = max(self._settled, virtual_time)
+        self.settled = max(self.settled, virtual_time)
 
-    def takes(self, request: Hashable, service: float) -> None:
-        """Charge a request that has a place with what it takes, as far as that is known."""
-        self._held += service - self._takes.get(request, 0.0)
-        self._takes[request] = service
-
-    def taking(self, request: Hashable) -> float | None:
-        """Return what a request has been charged with; None if it has had no place."""
-        return self._takes.get(request)
-
-    def settle(self, request: Hashable, service: float) -> None:
+    def settle(self, request: Any, service: float) -> None:
         """Charge a request that has ended with what it took."""
-        self._held -= self._takes.pop(request, 0.0)
-        if not self._takes:
-            self._held = 0.0  # sums of floats drift
-        self._settled += service / self.weight
+        self.charges.pop(request, None)
+        self.settled += service / self.weight
 
     @property
     def correction(self) -> float:

@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from statistics import median
 
 from rescheduler.engines.deployment import AccountOptions
@@ -18,6 +19,7 @@ __all__ = ["Accounts", "corrected"]
 _MOST_ACCOUNTS = 1024
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
 _OTHERS = "others"
+_CHARGE_SECONDS = 0.1
 _BREAKS = 1.0
 """Strictness of an account's promises from which on none of them is a reason to go first."""
 _NAME = re.compile(r"[\w.@:/+-]{1,64}", re.ASCII)
@@ -59,7 +61,8 @@ class Accounts:
         clock: Callable[[], float] = time.monotonic,
         salt: bytes = b"",
     ) -> None:
-        self._options, self._checks_keys = options, checks_keys
+        self._options, self._checks_keys, self._clock = options, checks_keys, clock
+        self._charged_at = -inf
         self.keys = AcceptedKeys(clock, salt)
         self._accounts: OrderedDict[str, Account] = OrderedDict()
         self._waiting: dict[Account, None] = {}
@@ -115,18 +118,19 @@ class Accounts:
 
     def placed(self, request: Placeable) -> None:
         """Charge a request that gets a place, with what it is expected to take."""
-        if request.account.taking(request) is None and self._waiting:
+        charges = request.account.charges
+        if request not in charges and self._waiting:
             least = min(account.settled for account in self._waiting)
             self.virtual_time = max(self.virtual_time, least)
         left = max(corrected(request, request.foreseen_tokens) - request.generated_tokens, 0.0)
-        request.account.takes(request, self.service(request, left))
+        charges[request] = self.service(request, left)
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
         """Charge a request that has ended with what it took: nothing, if an engine refused it.
 
         Of an answer that was not read token by token that is at least what was expected.
         """
-        account, charged = request.account, request.account.taking(request)
+        account, charged = request.account, request.account.charges.get(request)
         account.unfinished -= 1
         generated = request.generated_tokens
         if request.foreseen_tokens and generated and not request.several:
@@ -142,11 +146,15 @@ class Accounts:
         if generated:
             self.mean_service += _LEARNS * (service - self.mean_service)
 
-    def outgrown(self, request: Placeable) -> None:
-        """Charge a request that has outlived what was expected of it."""
-        charged, service = request.account.taking(request), self.service(request)
-        if charged is not None and service > charged:
-            request.account.takes(request, service)
+    def charge_outgrown(self) -> None:
+        """Charge, a few times a second, what has outlived its forecast with what it took so far."""
+        now = self._clock()
+        if now - self._charged_at < _CHARGE_SECONDS:
+            return
+        self._charged_at = now
+        for account in self._accounts.values():
+            for request, charged in account.charges.items():
+                account.charges[request] = max(charged, self.service(request))
 
     def service(self, request: Placeable, more_tokens: float = 0.0) -> float:
         """Return what a request has taken, and takes until so many tokens from now.
@@ -177,6 +185,7 @@ class Accounts:
         Those of an account that is ahead of another one by more than a request, or that has broken
         too many promises, have their turn as all do.
         """
+        self.charge_outgrown()
         ahead: dict[Account, float] = {}
         strictest: dict[Account, float] = {}
         leading: list[R] = []

@@ -33,8 +33,6 @@ __all__ = ["Dispatcher"]
 
 Instances = frozenset[InstanceState]
 
-_CHARGE_SECONDS = 0.1
-
 logger = logging.getLogger("headway.serve")
 
 
@@ -92,7 +90,6 @@ class Dispatcher(Generic[R]):
             accounts=self.background_accounts,
         )
         self._dispatched = 0
-        self._outgrown_at = -math.inf
         self._round_due = self._undecided = self._unordered = False
         self._last_round = -math.inf
 
@@ -408,17 +405,6 @@ class Dispatcher(Generic[R]):
         """Note that a request has ended, and what it took."""
         self._accounts_of(request).ended(request, by_itself)
 
-    def _charge_outgrown(self) -> None:
-        """Charge accounts, a few times a second, with what outlives its forecast."""
-        now = self._clock()
-        if now - self._outgrown_at < _CHARGE_SECONDS:
-            return
-        self._outgrown_at = now
-        for instance in self._decodes:
-            for request in self._placements.on(instance):
-                if isinstance(request, Placeable):  # one of a peer has no account here
-                    self._accounts_of(request).outgrown(request)
-
     def _have_given_way(self) -> None:
         """Have a background request leave for one that has waited while others were placed."""
         rounds = 2 * self._policy.decide_every()
@@ -462,7 +448,6 @@ class Dispatcher(Generic[R]):
     def _in_order(self, waiting: list[R]) -> tuple[list[R], bool]:
         """Return requests in the order of service, and whether the first holds back the others."""
         try:
-            self._charge_outgrown()
             found = (waiting, False) if self._line is None else self._line.in_order(waiting)
             if not found[1]:
                 longest = self._options.pool_seconds / 3

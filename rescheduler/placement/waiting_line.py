@@ -175,6 +175,7 @@ class WaitingLine(Generic[R]):
             index.setdefault(request.account, min(len(index), _MOST_IN_LINE - 1))
         if len(index) == 1:
             return
+        accounts.charge_outgrown()
         n, n_accounts = len(requests), min(len(index), _MOST_IN_LINE)
         served = np.full(n_accounts, np.inf)
         for account, a in index.items():

@@ -2,8 +2,8 @@ r"""What each account has had of the cluster, which shares the pool out between 
 
 A request i with :math:`p_i` prompt tokens counts as the service :math:`p_i + 2\,o_i`. Its account
 is charged with what it is expected to generate as the request is placed, and with what it has
-generated once it has ended. An account that comes back after it had nothing in the cluster is
-lifted to
+generated once it has ended. An account of which a request comes while none of it waits is lifted
+to
 
 .. math:: V = \max_{t} \min_{a \text{ waits at } t} v_a
 
@@ -18,16 +18,16 @@ from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
 from rescheduler.simulator.engine.engine_state import Cluster
 
-__all__ = ["charge_account", "come_to_account", "mean_service", "settle_account"]
+__all__ = ["charge_account", "mean_service", "settle_account", "wait_for_account"]
 
 
 @compiled_inline
-def come_to_account(cluster: Cluster, row: int) -> None:
-    """Count a request of the trace that has come."""
+def wait_for_account(cluster: Cluster, row: int) -> None:
+    """Count a request that comes into the pool."""
     scalars, account = cluster.scalars[0], cluster.accounts[cluster.requests[row].client]
-    if account.requests == 0:
+    if account.waiting == 0:
         account.served = max(account.served, scalars.virtual_time)
-    account.requests += 1
+    account.waiting += 1
 
 
 @compiled_core
@@ -51,7 +51,6 @@ def settle_account(cluster: Cluster, row: int, end: float) -> None:
     """Charge for what a request has truly taken; for nothing if it was turned away."""
     scalars, request = cluster.scalars[0], cluster.requests[row]
     account = cluster.accounts[request.client]
-    account.requests -= 1
     if isnan(end):
         account.served -= request.charged
         return

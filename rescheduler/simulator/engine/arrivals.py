@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.simulator.engine.accounts import come_to_account
+from rescheduler.simulator.engine.accounts import wait_for_account
 from rescheduler.simulator.engine.engine_state import (
     NONE,
     Arrivals,
@@ -63,7 +63,7 @@ def reveal(rules: Rules, step_time: StepTime, cluster: Cluster, arrivals: Arriva
                 return Wanted.OVERSIZED
         cluster.requests[row].entered = scalars.steps
         cluster.requests[row].turn = scalars.dispatched + scalars.waiting
-        cluster.accounts[cluster.requests[row].client].waiting += 1
+        wait_for_account(cluster, row)
         arrivals.pool[scalars.waiting] = row
         scalars.waiting += 1
     return Wanted.DONE
@@ -114,7 +114,6 @@ def _take(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> int:
     request.expected = np.nan
     request.cost = np.nan
     request.service = request.charged = 0.0
-    come_to_account(cluster, row)
     return row  # type: ignore[no-any-return]
 
 

@@ -71,8 +71,7 @@ REQUEST = np.dtype(
 ACCOUNT = np.dtype(
     [
         ("served", np.float64),  # virtual service, see `rescheduler.ordering.fairness`
-        ("requests", np.int64),  # of it that wait or run
-        ("waiting", np.int64),  # of these in the pool
+        ("waiting", np.int64),  # requests of it in the pool
         ("place", np.int64),  # scratch: among the accounts in the pool
     ],
     align=True,

@@ -84,6 +84,11 @@ class TestWhoAClientIs:
         assert len(table._accounts) <= 1025
 
 
+def begun(table: Accounts, request: LiveRequest) -> None:
+    table.began(request)
+    table.placed(request)
+
+
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=200))
 def test_a_share_of_the_pool_is_anyones_and_twice_the_pool_is_hardly_passed(
     steps: list[tuple[str, bool]],
@@ -134,11 +139,10 @@ class TestService:
         self, table: Accounts, tokenizer: Tokenizer
     ) -> None:
         request = asked(table.named("a"), tokenizer)
-        table.began(request)
-        table.placed(request)
+        begun(table, request)
         assert request.account.served == 30 + 2 * 10
         request._generated = 100
-        table.outgrown(request)
+        table.charge_outgrown()
         assert request.account.served == 30 + 2 * 100, "it outlives its forecast"
         table.ended(request, by_itself=True)
         assert request.account.served == 230
@@ -148,8 +152,7 @@ class TestService:
     ) -> None:
         request = asked(table.named("a"), tokenizer)
         before, request.prompt_is_known = table.mean_service, False
-        table.began(request)
-        table.placed(request)
+        begun(table, request)
         request.refused = True
         table.ended(request, by_itself=False)
         assert request.account.served == 0.0 and table.mean_service == before
@@ -158,8 +161,7 @@ class TestService:
         self, table: Accounts, tokenizer: Tokenizer
     ) -> None:
         request = asked(table.named("a"), tokenizer)
-        table.began(request)
-        table.placed(request)
+        begun(table, request)
         request.refused = True
         table.ended(request, by_itself=False)
         assert request.account.served == 30
@@ -170,8 +172,7 @@ class TestService:
     ) -> None:
         request = asked(table.named("a"), tokenizer, foreseen=1000.0)
         request.several, request.max_tokens = several, 4000
-        table.began(request)
-        table.placed(request)
+        begun(table, request)
         table.ended(request, by_itself=True)
         assert request.account.served == 30 + 2 * 1000
 
@@ -179,8 +180,7 @@ class TestService:
         request = asked(table.named("a"), tokenizer)
         request.prompt_tokens, request.prompt_is_known = 1_048_576, False
         before = table.mean_service
-        table.began(request)
-        table.placed(request)
+        begun(table, request)
         assert request.account.served <= before + 2 * 10
         table.ended(request, by_itself=False)
         assert table.mean_service == before

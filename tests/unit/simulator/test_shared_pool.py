@@ -128,9 +128,8 @@ def test_whoever_goes_next_is_whom_the_definition_names(
     for number in np.argsort(placed, kind="stable").tolist():
         now = placed[number]
         while come < len(sent) and 0.5 * sent[come][0] <= now:
-            client, at = clients[come], 0.5 * sent[come][0]
-            here = [i for i in range(come) if i not in gone or end[i] > at]
-            if client not in {clients[i] for i in here}:
+            client = clients[come]
+            if client not in {clients[i] for i in range(come) if i not in gone}:
                 served[client] = max(served[client], lifted_to)
             come += 1
         waiting = [i for i in range(come) if i not in gone]
