@@ -1,6 +1,6 @@
 """What the proxy adds to a request's latency, and how many tokens it relays.
 
-    python -m benchmarks.proxy_overhead [--quick] --json OUT
+    python -m benchmarks.proxy_overhead [--quick] [--against CHECKOUT] --json OUT
 
 Each request is sent in turn through `headway serve`, and directly: the client then asks the
 prefill and the decode instance itself. The upstream plays streams at a steady pace and says in
@@ -8,15 +8,19 @@ every chunk when it was written, so that the difference is the proxy's. Reported
 the first token (two upstream requests either way), the time between two tokens at the client, and
 the time of a token from the upstream's write to the client's read. Tokens a second of one core are
 tokens over the CPU time of the proxy's process, while 64 streams come as fast as they can.
+
+With ``--against`` a proxy of another checkout stands before the same engines, and only the two are
+compared: both are flooded in turn, and then asked for 80 short answers. Each round pairs them.
 """
 
 import asyncio
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 
-from benchmarks.support.report import arguments, report
+from benchmarks.support.report import arguments, mean_of, percent_change, report, rotated
 from benchmarks.support.server_process import ServerProcess, headway, stream_players
 from benchmarks.support.stream_client import (
     PATH,
@@ -28,17 +32,57 @@ from benchmarks.support.stream_client import (
     session,
 )
 
+FLOODS = (("token", 64, 600, 1), ("request", 8, 2, 10))
+"""What is paid for, streams at a time, tokens of each, and how often."""
+
 
 def main() -> None:
-    options = arguments("what the proxy adds").parse_args()
+    parser = arguments("what the proxy adds")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="of an earlier commit")
+    options = parser.parse_args()
     with ExitStack() as stack:
         names = "prefill-0", "decode-0", "decode-1"
         engines = stack.enter_context(stream_players(TOKEN_SECONDS, *names))
         limits = {"port": 0, "pool": 4096, "prefill_concurrency": 256, "ahead": 1024}
         config = {"model": "smollm2", "instances": engines, "proxy": limits}
+        limits["admin_port"] = 0
         proxy = stack.enter_context(headway("serve", config))
-        figures = asyncio.run(_measure([one["url"] for one in engines], proxy, options.quick))
-    report("proxy_overhead", figures, options.json)
+        if options.against is not None:
+            other = headway("serve", config, checkout=options.against.resolve())
+            rounds = 4 if options.quick else 24
+            figures = asyncio.run(_paired(proxy, stack.enter_context(other), rounds))
+        else:
+            figures = asyncio.run(_measure([one["url"] for one in engines], proxy, options.quick))
+    name = "proxy_overhead" if options.against is None else "proxy_cost"
+    report(name, figures, options.json)
+
+
+async def _paired(proxy: ServerProcess, other: ServerProcess, rounds: int) -> dict[str, float]:
+    """Return what a token and a request cost both, relative to the other, with half intervals."""
+    cost: dict[str, dict[str, dict[int, float]]] = {}
+    async with session() as http:
+        client = StreamClient(http, {})
+        both = {"here": proxy, "there": other}
+        for one in both.values():
+            await client.flood(one.url, 8, 50)  # connections, compiled policies
+        for number in range(rounds):
+            for name in rotated(list(both), number):
+                one = both[name]
+                for what, requests, tokens, repeats in FLOODS:
+                    busy = one.cpu_seconds()
+                    for _ in range(repeats):
+                        await client.flood(one.url, requests, tokens)
+                    counted = requests * repeats * (tokens if what == "token" else 1)
+                    by_round = cost.setdefault(what, {}).setdefault(name, {})
+                    by_round[number] = 1e6 * (one.cpu_seconds() - busy) / counted
+    figures: dict[str, float] = {}
+    for what, of in cost.items():
+        for name, values in of.items():
+            figures[f"cpu_us_a_{what}_{name}"] = mean_of(values).mean
+        changed = percent_change(of["here"], of["there"])
+        figures[f"cpu_a_{what}_change_percent"] = changed.mean
+        figures[f"cpu_a_{what}_change_half"] = changed.half
+    return figures
 
 
 async def _measure(urls: list[str], proxy: ServerProcess, quick: bool) -> dict[str, float]:

@@ -48,10 +48,15 @@ class ServerProcess:
 
 
 @contextmanager
-def server(command: Sequence[str], logs: bool = True) -> Iterator[ServerProcess]:
-    """Run a server that prints a line once it listens; end it at last."""
+def server(
+    command: Sequence[str], logs: bool = True, checkout: Path | None = None
+) -> Iterator[ServerProcess]:
+    """Run a server that prints a line once it listens, of another checkout if one is given."""
     errors = None if logs else subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    environment = None if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=checkout, env=environment
+    )
     try:
         assert process.stdout is not None
         said = process.stdout.readline().strip()
@@ -70,14 +75,15 @@ def headway(
     *options: str,
     uvloop: bool = True,
     logs: bool = True,
+    checkout: Path | None = None,
 ) -> Iterator[ServerProcess]:
-    """Run a command of `headway` that serves a deployment."""
+    """Run a command of `headway` that serves a deployment, of another checkout if one is given."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "deployment.yaml"
         path.write_text(yaml.safe_dump(dict(deployment)))
         start = ["-m", "rescheduler"] if uvloop else ["-c", _WITHOUT_UVLOOP]
         whole = [sys.executable, *start, command, "--config", str(path), *options]
-        with server(whole, logs) as process:
+        with server(whole, logs, checkout) as process:
             yield process
 
 

@@ -158,8 +158,7 @@ class WaitingLine(Generic[R]):
         )
         first = order[0]
         if self._fairness and self._accounts is not None:
-            service = map(self._accounts.service, requests, left)
-            self._share_out(self._accounts, requests, order, np.fromiter(service, np.float64, n))
+            self._share_out(self._accounts, requests, order, left)
         return [requests[i] for i in order], alone and bool(order[0] == first)
 
     def _share_out(
@@ -167,7 +166,7 @@ class WaitingLine(Generic[R]):
         accounts: Accounts,
         requests: Sequence[R],
         order: npt.NDArray[np.int64],
-        service: npt.NDArray[np.float64],
+        left: npt.NDArray[np.float64],
     ) -> None:
         """Rewrite an order so that no account gets ahead of another by too much."""
         index: dict[Account, int] = {}
@@ -180,6 +179,7 @@ class WaitingLine(Generic[R]):
         served = np.full(n_accounts, np.inf)
         for account, a in index.items():
             served[a] = min(served[a], account.served)
+        service = np.fromiter(map(accounts.service, requests, left), np.float64, n)
         weight = np.fromiter((one.account.weight for one in requests), np.float64, n)
         interleave(
             order,
