@@ -87,20 +87,19 @@ def test_what_no_engine_can_give_in_time_is_turned_away_and_harms_nobody(
     replicas: Served,
 ) -> None:
     async def work(client: Client) -> None:
-        busy = asyncio.Event()
-
         async def at(count: int) -> None:
             if count == 3:
-                started.append(count)
-                if len(started) == 2:
-                    busy.set()
+                started.release()
 
-        started: list[int] = []
-        body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
-        streams = [asyncio.create_task(client.stream(body, at=at)) for _ in range(2)]
-        await busy.wait()
         before = await client.metric("headway_proxy_turned_away_requests_total")
+        started = asyncio.Semaphore(0)
+        body = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
+        engines = client.deployment.decode
+        streams = [asyncio.create_task(client.stream(body, at=at, url=one.url)) for one in engines]
+        for _ in engines:
+            await started.acquire()
         status, answered, headers = await answer(client, prompt=LONG, vllm_xargs=HURRIED)
+        assert not any(stream.done() for stream in streams), "both engines have to be busy"
         assert status == 429, answered
         assert answered["error"]["type"] == "RateLimitError"
         assert int(headers["Retry-After"]) >= 1
