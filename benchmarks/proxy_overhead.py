@@ -1,6 +1,6 @@
 """What the proxy adds to a request's latency, and how many tokens it relays.
 
-    python -m benchmarks.proxy_overhead [--quick] [--against CHECKOUT] --json OUT
+    python -m benchmarks.proxy_overhead [--quick] [--against CHECKOUT [--rounds N]] --json OUT
 
 Each request is sent in turn through `headway serve`, and directly: the client then asks the
 prefill and the decode instance itself. The upstream plays streams at a steady pace and says in
@@ -39,7 +39,11 @@ FLOODS = (("token", 64, 600, 1), ("request", 8, 2, 10))
 def main() -> None:
     parser = arguments("what the proxy adds")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="of an earlier commit")
+    parser.add_argument("--rounds", type=int, help="against that (default: 24)")
     options = parser.parse_args()
+    rounds = options.rounds or (4 if options.quick else 24)
+    if rounds < 2:
+        parser.error("--rounds: an interval needs two")
     with ExitStack() as stack:
         names = "prefill-0", "decode-0", "decode-1"
         engines = stack.enter_context(stream_players(TOKEN_SECONDS, *names))
@@ -49,7 +53,6 @@ def main() -> None:
         proxy = stack.enter_context(headway("serve", config))
         if options.against is not None:
             other = headway("serve", config, checkout=options.against.resolve())
-            rounds = 4 if options.quick else 24
             figures = asyncio.run(_paired(proxy, stack.enter_context(other), rounds))
         else:
             figures = asyncio.run(_measure([one["url"] for one in engines], proxy, options.quick))

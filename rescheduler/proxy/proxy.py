@@ -151,7 +151,8 @@ class Proxy:
     async def forecast(self, request: LiveRequest) -> None:
         """Note what a request's prompt lets expect, if anything forecasts that in time."""
         if self._forecasts is not None:
-            request.expected_tokens = await self._forecasts.expected(request.client)
+            account = request.account.name
+            request.expected_tokens = await self._forecasts.expected(request.client, account)
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""

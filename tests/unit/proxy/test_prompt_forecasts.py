@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from predictor.prompts.prompt_predictor import PromptPredictor
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.openai.request_reader import read_request
+from rescheduler.proxy import prompt_forecasts
 from rescheduler.proxy.prompt_forecasts import PromptForecasts
 
 CHECKPOINT = Path("checkpoints/smollm2-135m-instruct-prompt")
@@ -54,28 +55,72 @@ async def test_a_forecast_is_made_in_another_thread() -> None:
     await until(lambda: not threads[0].is_alive())
 
 
-async def test_over_budget_requests_have_no_forecast() -> None:
+def of_busy(seconds: float) -> tuple[Callable[[ClientRequest], int], list[bytes]]:
+    """A forecast that takes so long, and the prompts that it was asked for."""
+    prompts = []
+
     def of(client: ClientRequest) -> int:
-        busy(0.3)
+        prompts.append(bytes(client.body["prompt"]))
+        busy(seconds)
         return 7
 
+    return of, prompts
+
+
+async def used(forecasts: Forecasts, times: int, account: str) -> None:
+    """Have an account use the thread so often."""
+    for _ in range(times):
+        done = len(forecasts._done) + 1
+        await forecasts.expected(asked(), account)
+        await until(lambda done=done: len(forecasts._done) == done)
+        forecasts._is_spent("")
+
+
+async def test_over_budget_requests_have_no_forecast() -> None:
+    of, prompts = of_busy(0.3)
     forecasts = Forecasts(of)
-    for _ in range(3):
-        await forecasts.expected(asked())
-        await until(lambda: forecasts._since is None)
-    made = forecasts._used
-    await forecasts.expected(asked())
-    await until(lambda: forecasts._since is None and forecasts._used > made)
-    made = forecasts._used
-    assert made >= 1.2
-    for _ in range(20):
-        assert await forecasts.expected(asked()) is None
-    assert forecasts._used == made, "a second is used up"
+    for account in ("a", "b", "c", "d"):
+        await used(forecasts, 1, account)
+    for account in "abcdefghijkl":
+        assert await forecasts.expected(asked(), account) is None
+    assert len(prompts) == 4, "a second is used up"
     forecasts.now = 0.5
     assert await forecasts.expected(asked()) is None, "0.2 are owed, a quarter of a half is 0.125"
     forecasts.now = 100.0
-    await forecasts.expected(asked())
-    await until(lambda: forecasts._used > made)
+    await used(forecasts, 1, "a")
+    assert len(prompts) == 5
+    forecasts.close()
+
+
+async def test_what_is_left_is_for_those_who_have_used_least() -> None:
+    of, prompts = of_busy(0.3)
+    forecasts = Forecasts(of)
+    await used(forecasts, 2, "hog")
+    assert await forecasts.expected(asked(), "hog") is None
+    assert len(prompts) == 2, "it has used more than half of what may be saved up"
+    await used(forecasts, 1, "other")
+    assert len(prompts) == 3
+    forecasts.close()
+
+
+async def test_accounts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_forecasts, "_PATIENCE", 60.0)
+    free = threading.Event()
+    prompts: list[bytes] = []
+
+    def of(client: ClientRequest) -> int:
+        prompts.append(bytes(client.body["prompt"]))
+        free.wait(60)
+        return 7
+
+    forecasts = Forecasts(of)
+    many = [asyncio.create_task(forecasts.expected(asked(prompt="many"), "many")) for _ in range(9)]
+    await until(lambda: len(prompts) == 1)
+    other = asyncio.create_task(forecasts.expected(asked(prompt="other"), "other"))
+    await until(lambda: forecasts._asked.qsize() == 9)
+    free.set()
+    assert await asyncio.gather(*many, other) == [7] * 10
+    assert b"other" in prompts[1] + prompts[2]
     forecasts.close()
 
 
