@@ -33,6 +33,7 @@ from rescheduler.coordination.messages import (
 from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror, Order
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.account import Account
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import MoveOutcome
@@ -43,6 +44,7 @@ logger = logging.getLogger("headway.serve")
 
 _REST_SECONDS = 5.0
 _SLICE = 256  # requests that are looked at in one turn of the event loop
+_MOST_ACCOUNTS = 256  # of a proxy that have requests; further ones share the proxy's own
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Session:
         self._incarnation, self._shared = f"{shared.incarnation}/{number}", shared
         self._cluster, self._instances = shared.cluster, shared.cluster.all
         self.mirrors: dict[int, Mirror] = {}
+        self._accounts: Counter[str] = Counter()
         self.heard_at = self._begun_at = shared.clock()
         self.listening = self.named = ""
         self.step_seconds = 0.0
@@ -272,7 +275,8 @@ class Session:
             raise CoordinationError(f"more than {MOST_REQUESTS} requests", "content")
         mirror = Mirror(record, self.name, self._cluster.placements)
         mirror.arrived = self._shared.clock() - record.waited
-        mirror.account = self._cluster.accounts.named(record.account or f"proxy-{self.number}")
+        mirror.account = self._account(record.account)
+        self._accounts[mirror.account.name] += 1
         self.mirrors[record.handle] = mirror
         self._shared.names[mirror.external_id] += 1
         if self._shared.names[mirror.external_id] == 1:
@@ -280,6 +284,13 @@ class Session:
         else:
             self._cluster.accounts.began(mirror)
         return mirror
+
+    def _account(self, name: str) -> Account:
+        """Return whom a request is for; a proxy cannot fill the table with names."""
+        full = len(self._accounts) >= _MOST_ACCOUNTS
+        if not name or (full and name not in self._accounts):
+            name = f"proxy-{self.number}"
+        return self._cluster.accounts.named(name)
 
     def _believed(self, record: Record, longest: int) -> Record:
         """Return a request as reported, within what can be.
@@ -402,6 +413,10 @@ class Session:
     def _forget(self, mirror: Mirror, by_itself: bool) -> None:
         if self.mirrors.pop(mirror.handle, None) is None:
             return
+        name = mirror.account.name
+        self._accounts[name] -= 1
+        if not self._accounts[name]:
+            del self._accounts[name]
         self._stop_asking(mirror)
         mirror.leave()
         if mirror.order is not None:
