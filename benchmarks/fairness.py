@@ -6,7 +6,7 @@ One emulated H100 with an 8B model runs eight requests at a time. Eight honest c
 each, ask for two answers of 120 tokens at a time, again and again. Beside them a ninth client:
 
 - ``none``: is one of them.
-- ``flood``: keeps 200 requests in the pool of 64.
+- ``flood``: sends 200 requests at a time to the pool of 64; one that is refused, again after 0.5 s.
 - ``promises``: 16 requests at a time, each with a promise at level 0.001 that it cannot keep.
 - ``asks``: the same 16 without a promise, to compare.
 - ``filler``: four requests with answers of 500 tokens, whose prompts end as if they were short.
@@ -62,6 +62,7 @@ ATTACKS = (*("none", "flood", "asks", "promises", "plain", "filler", "split", "r
 COMPARED = {"promises": "asks", "filler": "plain", "split": "plain"}
 ARMS = ("without", "with")
 WARM_SECONDS = 4.0
+REFUSED_SECONDS = 0.5  # as the openai library waits at first
 _PROMPT = "Tell me how to plan a journey along the river, with a budget and a packing list."
 _FILLER = "2+2=? Answer with one word. " * 16
 _RARE = "".join(chr(code) for code in range(0x20000, 0x20000 + 1500)) * 4
@@ -233,7 +234,7 @@ class Attack:
                     got.seconds.append(time.monotonic() - began)
                 if response.status != 200:
                     got.refused += self._counts
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(REFUSED_SECONDS)
 
     async def _scrape(self, session: aiohttp.ClientSession, got: Served) -> None:
         while True:
