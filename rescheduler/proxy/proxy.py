@@ -23,7 +23,7 @@ from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.pass_through import PassThrough
 from rescheduler.proxy.prompt_forecasts import PromptForecasts
-from rescheduler.proxy.proxy_metrics import ProxyMetrics, watch_loop
+from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.tracing.span import NO_SPAN, create_tracer, end_request
 
@@ -92,7 +92,6 @@ class Proxy:
     async def start(self) -> None:
         """Ask every instance how it is, and begin to watch, plan and drain."""
         await self.cluster.start()
-        self.cluster.forever(watch_loop(self.metrics))
         self.cluster.forever(self.watch.run())
         self.cluster.forever(self.flow.leases.run())
         if self.reports is not None:

@@ -24,6 +24,7 @@ from rescheduler.page.snapshot_feed import SnapshotFeed
 from rescheduler.page.snapshot_log import recording, refuse_log
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
+from rescheduler.proxy.proxy_metrics import watch_loop
 from rescheduler.serving.admin_app import AdminListener
 from rescheduler.serving.connection import (
     CLEANUP_SECONDS,
@@ -100,6 +101,7 @@ class Listeners:
         except OSError as error:
             raise cannot_listen("proxy.port", host, port, error) from error
         self.url = url_of(host, self._servers[0].sockets[0].getsockname()[1])
+        self._proxy.cluster.forever(watch_loop(self._proxy.metrics))  # nobody was delayed before
         if self.admin is not None:
             await self.admin.start()
 
@@ -253,9 +255,9 @@ async def _serve(deployment: Deployment, tokenizer: Tokenizer | None, record: Pa
     listeners = Listeners(proxy)
     try:
         await proxy.start()
-        await listeners.start()
         gc.collect()
         gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
+        await listeners.start()
         print(f"serving on {listeners.url}", flush=True)
         if listeners.admin is not None:
             print(listeners.admin.where_to_see, flush=True)
