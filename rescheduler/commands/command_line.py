@@ -71,7 +71,6 @@ VERBS = {
     ),
     "demo": Verb("rescheduler.demo.demo:demo", "compare a load with and without moves"),
     "advise": Verb("rescheduler.simulator.advice.advise:advise", "tell what a trace would gain"),
-    "scale": Verb("rescheduler.scaling.scale:scale", "compare rules for the number of replicas"),
     "simulate": Verb("rescheduler.simulator.simulate:simulate", "compare policies and settings"),
     "record": Verb(
         "rescheduler.simulator.forecasts.record_forecasts:record",

@@ -119,7 +119,6 @@ def _optional_parts() -> list[Finding]:
     for name, use, remedy in (
         ("optuna", "headway train tune", "pip install 'headway[tune]'"),
         ("grpcio", "headway picker", "pip install 'headway[gateway]'"),
-        ("statsmodels", "headway scale", "pip install 'headway[scale]'"),
         ("gguf", "preparing the embedded model", "pip install 'headway[embedded]'"),
         ("accelerate", "preparing the embedded model", "pip install 'headway[embedded]'"),
     ):
