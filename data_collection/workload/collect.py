@@ -1,6 +1,5 @@
 """`headway collect`: start the engine, drive prompts, record a dataset; resumable."""
 
-import re
 import shutil
 import sys
 from collections import Counter
@@ -37,12 +36,11 @@ from data_collection.workload.engine_requests import (
     prompt_requests,
     transcript_requests,
 )
-from data_collection.workload.prompts import DIGEST, PromptError, load_prompts, load_transcripts
+from data_collection.workload.prompts import PromptError, load_prompts, load_transcripts
 
 __all__ = ["collect", "hidden_size", "room_on_disk"]
 
 _LOG = "engine.log"
-_NUMBER = re.compile(r"0|[1-9]\d*", re.ASCII)
 _ENDED = ("stop", "length", "repetition")
 
 
@@ -83,8 +81,7 @@ def collect(
     Raises:
         CollectionError: the collection ended early; the message says what was lost.
         DatasetError: ``out`` holds a dataset of another model.
-        PromptError: the prompts or transcripts cannot be used, or ``out`` was begun by an earlier
-            version that named prompts by their place in the file.
+        PromptError: the prompts or transcripts cannot be used.
     """
     work = (
         _prompts(out, prompts, limit, sampling)
@@ -194,7 +191,6 @@ class _Work(NamedTuple):
 
 def _prompts(out: Path, prompts: str, limit: int | None, sampling: Sampling) -> _Work:
     everything = load_prompts(prompts, limit)
-    _refuse_line_numbers(out, {prompt.id for prompt in everything})
     done = _done_prompts(out, sampling.n)
     left = [prompt for prompt in everything if prompt.id not in done]
     n_done = len(everything) - len(left)
@@ -211,29 +207,10 @@ def _transcripts(out: Path, path: Path, limit: int | None, model: str) -> _Work:
                 f"{identity.name}, revision {identity.revision}, whose states would be of "
                 "answers that it did not give"
             )
-    _refuse_line_numbers(out, {transcript.id for transcript in file.transcripts})
     done = _done_answers(out)
     left = [one for one in file.transcripts if parse_request_id(one.request_id) not in done]
     n_done = len(file.transcripts) - len(left)
     return _Work(transcript_requests(left), "transcripts", len(left), n_done)
-
-
-def _refuse_line_numbers(dataset: Path, ids: set[str]) -> None:
-    """Refuse to go on with a dataset that knows prompts without ids by their place in the file.
-
-    Earlier versions named them so. Whether lines were moved since cannot be told.
-    """
-    if not any(name.startswith(DIGEST) for name in ids):
-        return
-    names = read_columns(requests_files(dataset), ["external_id"]).to_pylist()
-    done = {name["external_id"].removeprefix(ID_PREFIX) for name in names}
-    numbers = {name for name in done - ids if _NUMBER.fullmatch(name)}
-    if numbers:
-        raise PromptError(
-            f"{dataset}: an earlier version named {len(numbers):,} of its prompts by their place "
-            "in the file, where this one takes a digest. Choose another folder; or, if the file "
-            "is the same still, give its prompts the ids 0, 1, 2 and so on"
-        )
 
 
 def _done_answers(dataset: Path) -> set[RequestName]:

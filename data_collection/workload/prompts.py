@@ -17,7 +17,6 @@ from data_collection.text_file import text_lines
 from data_collection.workload.engine_options import LARGEST, Sampling
 
 __all__ = [
-    "DIGEST",
     "Prompt",
     "PromptError",
     "Transcript",
@@ -35,7 +34,7 @@ Length is what a predictor learns, so the set mixes kinds of answers: any stretc
 most tasks.
 """
 
-DIGEST = "sha256-"
+_DIGEST = "sha256-"
 """What the id of a prompt that has none starts with; a digest of what is sent follows."""
 
 _SAMPLING = ("temperature", "top_p", "max_tokens")
@@ -162,7 +161,7 @@ def parse_prompt(where: str, record: Any, default_source: str) -> Prompt:
 def _content_id(content: Any, digests: Counter[str]) -> str:
     """Return a digest of what is sent, with its occurrence number from the second one on."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
-    digest = DIGEST + hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    digest = _DIGEST + hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
     digests[digest] += 1
     return digest if digests[digest] == 1 else f"{digest}-{digests[digest]}"
 

@@ -86,11 +86,6 @@ def read_batching_config(additional_config: Mapping[str, Any]) -> BatchingConfig
             f"--additional-config has no {_KEY!r} in its {SECTION!r} section; give for example "
             f'\'{{"{SECTION}": {{"{_KEY}": {{"profile": "profile.yaml"}}}}}}\''
         )
-    if isinstance(section[_KEY], Mapping) and "use_forecasts" in section[_KEY]:
-        raise ValueError(
-            f"--additional-config, {SECTION}.{_KEY}.use_forecasts was removed: a budget that "
-            "counts no more tokens than are forecast serves fewer requests in time; leave it out"
-        )
     try:
         return msgspec.convert(section[_KEY], BatchingConfig)
     except msgspec.ValidationError as error:

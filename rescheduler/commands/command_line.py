@@ -103,18 +103,6 @@ VERBS = {
 _TITLES = {"model": "Collect and train", "launch": "Serve", "advise": "Simulate", "doctor": "Check"}
 """What the help says above a verb."""
 
-_MOVED = {
-    "launch --on": "ray launch",
-    "recalibrate": "evaluate recalibrate",
-    "study": "papers",
-    "sweep": "simulate --vary",
-    "train-length": "papers train-length",
-    "train-router": "papers train-router",
-    "tune": "train tune",
-    **{name: f"ray {name}" for name in ("restart", "status", "stop")},
-}
-"""Verbs of earlier versions, and what they are now."""
-
 _HELP = ("-h", "--help", "help")
 _VERSION = ("-V", "--version")
 
@@ -152,11 +140,6 @@ def main(arguments: list[str] | None = None) -> int:
     verb, rest = (given[0], given[1:]) if given else ("--help", [])
     if verb == "help" and rest:
         verb, rest = rest[0], [*rest[1:], "--help"]
-    options = [word.partition("=")[0] for word in rest]
-    earlier = "launch --on" if verb == "launch" and "--on" in options else verb
-    if earlier in _MOVED:
-        print(f"headway {earlier} is now: headway {_MOVED[earlier]}", file=sys.stderr)
-        return 2
     if verb not in (*_HELP, *_VERSION, *_following("")):
         return _unknown("headway", "verb", verb, _following(""))
     quieten(verbose="--verbose" in rest)

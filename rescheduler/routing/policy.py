@@ -170,9 +170,4 @@ def create_policy(name: str, **options: Any) -> RoutingPolicy:
     Raises:
         ValueError: no such policy, no such option, or a value that the policy refuses.
     """
-    if name == "balance_future_dp":
-        raise ValueError(
-            "the routing policy 'balance_future_dp' was removed: bfio with horizon 0 has its "
-            "throughput and half of its imbalance (docs/papers/bfio.md)"
-        )
     return _POLICIES.create(name, options)

@@ -16,7 +16,7 @@ from checked_commands import check_words
 from command_for import command_for
 from recorded_dataset import record
 
-from rescheduler.commands.command_line import _MOVED, VERBS, main, split_verb
+from rescheduler.commands.command_line import VERBS, main, split_verb
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "rescheduler"]
@@ -85,17 +85,6 @@ def test_help_teaches(
     assert exit_status(*arguments) == 0
     printed = capsys.readouterr().out
     assert not [word for word in words if word not in printed], printed
-
-
-@pytest.mark.parametrize("verb", _MOVED)
-def test_a_verb_of_an_earlier_version_names_the_one_of_today(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*verb.split(), "out"]) == 2
-    reported = capsys.readouterr().err
-    assert reported.count("\n") == 1
-    name, _ = split_verb(reported.partition("now: headway ")[2].split())
-    assert reported.startswith(f"headway {verb} is now: headway {name}") and name in VERBS
 
 
 @pytest.mark.parametrize(

@@ -215,20 +215,10 @@ class AdmissionConfig(_Section):
     Attributes:
         pab: those whose prompt is beyond its prefill budget, unless it has no request at all.
         whole_steps: the budget counts the tokens that fall due, not the paper's fractions.
-        forecasts: removed; refused if given.
     """
 
     pab: bool = False
     whole_steps: bool = True
-    forecasts: bool | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what is no longer simulated."""
-        if self.forecasts is not None:
-            raise ValueError(
-                "admission.forecasts was removed: a budget that counts no more tokens than are "
-                "forecast serves fewer requests in time; leave it out"
-            )
 
 
 @dataclass(frozen=True)

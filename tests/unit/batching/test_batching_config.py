@@ -32,7 +32,6 @@ def test_the_defaults_are_fairbatching_with_a_profile() -> None:
         ({"formation": "sarathi", "token_budget": 0}, "`int` >= 1.*token_budget"),
         ({"formation": "vllm", "reserve": 1.0}, "`float` < 1.*reserve"),
         ({"formation": "vllm", "reserve": -0.1}, "`float` >= 0.*reserve"),
-        ({"profile": "p.yaml", "use_forecasts": True}, "use_forecasts was removed: .*leave it out"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(batching: dict[str, Any], message: str) -> None:

@@ -11,14 +11,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from recorded_dataset import ended, new_session, record, step_rows
+from recorded_dataset import ended, new_session, step_rows
 
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.recorder import Recorder
 from data_collection.dataset.dataset_schema import requests_files
 from data_collection.models import identify
 from data_collection.workload import collect as collecting
-from data_collection.workload.prompts import PromptError
 
 
 class Letters:
@@ -79,16 +78,3 @@ def test_lines_that_were_inserted_or_moved_cost_no_answer_and_repeat_none(
     assert answered(tmp_path / "dataset") == Counter(changed)
     collect(path, 0)
     assert "23 of 23 prompts are done already" in capsys.readouterr().out
-
-
-def test_a_dataset_that_an_earlier_version_numbered_is_refused_with_the_way_out(
-    tmp_path: Path, collect: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    record(tmp_path / "dataset", prefix="")
-    path, texts = tmp_path / "mine.jsonl", [f"number {i}" for i in range(20)]
-    with pytest.raises(PromptError, match=r"named 20 of its prompts by their place.* ids 0, 1"):
-        collect(write(path, texts), 0)
-    lines = [{"id": i, "prompt": text} for i, text in enumerate(texts)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    collect(path, 0)
-    assert "20 of 20 prompts are done already" in capsys.readouterr().out

@@ -163,8 +163,6 @@ def test_pab_sends_each_prompt_to_the_greatest_budget_and_counts_it_there() -> N
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"no routing policy 'sjf'; known: .*fcfs.*jsq"):
         create_policy("sjf")
-    with pytest.raises(ValueError, match="'balance_future_dp' was removed: bfio with horizon 0"):
-        create_policy("balance_future_dp")
 
 
 def test_a_name_is_given_once() -> None:

@@ -164,10 +164,6 @@ BASE: dict[str, Any] = {
         ({"step_time": {"name": "moe", "a": 1e-6}}, "step_time: {name: batch, a, b, c}"),
         ({"admission": {"pab": True}, "dispatch": "pool"}, "admission.pab: of dispatch instant"),
         (
-            {"admission": {"pab": True, "forecasts": True}},
-            "admission.forecasts was removed",
-        ),
-        (
             {"admission": {"pab": True}, "prefill": {"kind": "none"}},
             "admission.pab needs prefill.kind: chunked",
         ),
