@@ -22,9 +22,22 @@ __all__ = ["AgentConfig", "DoubleDQN", "Episode"]
 FloatArray = npt.NDArray[np.float64]
 Layers = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
 
-_POSITIVE = (
-    *("batch_size", "steps", "lr", "replay", "target_rate", "average_rate", "reward_scale", "clip"),
-)
+_POSITIVE = ("batch_size", "steps", "lr", "replay", "average_rate")
+_FINAL_LR = 0.1
+"""Share of the learning rate at the end of training, reached linearly."""
+_POTENTIAL = np.array([20.0, 60.0])
+r"""κ of a potential :math:`-\sum_j \kappa_1 (1 - f_j) / \hat T_j + \kappa_2 (1 - o_j / d_j)`, by
+whose discounted differences rewards are shaped: the sums of `StepArrays.work`, the second of true
+lengths, which a simulation knows. It changes no choice that is best (Ng et al. 1999). What
+requests take from it that arrive is given back: they come whatever the actions are (an
+input-driven baseline, Mao et al. 2019), and what they cost varies by far more than what an action
+does."""
+_TARGET_RATE = 0.02
+"""Share of the network that its target network takes over at each update."""
+_REWARD_SCALE = 0.01
+"""Rewards are learned times this."""
+_CLIP = 10.0
+"""Greatest norm of a gradient."""
 _SAME_HORIZON = 0.1
 """By which share 1/(1 − γ) may have changed since what is replayed was added up with it."""
 
@@ -59,38 +72,23 @@ class AgentConfig:
         widths: of the hidden layers (C.10.3: 64 and 64).
         batch_size: transitions of an update (C.10.3: 512).
         lr: learning rate of Adam, at first.
-        final_lr: share of it at the end of training, reached linearly.
         discount: γ of a step of Δt.
         steps: of Δt whose rewards are added up before the network's own estimate takes over. With
             1, the textbook's, an action's effect of a few seconds takes many thousands of updates
             to reach it through the estimates.
-        potential: κ of a potential :math:`-\sum_j \kappa_1 (1 - f_j) / \hat T_j +
-            \kappa_2 (1 - o_j / d_j)`, by whose discounted differences rewards are shaped: the
-            sums of `StepArrays.work`, the second of true lengths, which a simulation knows. It
-            changes no choice that is best (Ng et al. 1999). What requests take from it that arrive
-            is given back: they come whatever the actions are (an input-driven baseline, Mao et al.
-            2019), and what they cost varies by far more than what an action does. Zeros for none.
         replay: transitions that are kept.
-        target_rate: share of the network that its target network takes over at each update.
         average_rate: share of it that the network which acts takes over at each update. What one
             update changes is little against the noise of its batch, and as little is what most
             actions differ by; the mean over updates routes much more steadily than the last.
-        reward_scale: rewards are learned times this.
-        clip: greatest norm of a gradient.
     """
 
     widths: tuple[int, ...] = (64, 64)
     batch_size: int = 512
     lr: float = 1e-3
-    final_lr: float = 0.1
     discount: float = 0.997
     steps: int = 3
-    potential: tuple[float, float] = (20.0, 60.0)
     replay: int = 150_000
-    target_rate: float = 0.02
     average_rate: float = 0.001
-    reward_scale: float = 0.01
-    clip: float = 10.0
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -98,8 +96,6 @@ class AgentConfig:
                 raise ValueError(f"agent.{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.discount < 1:
             raise ValueError(f"agent.discount must be in [0, 1), not {self.discount}")
-        if not 0 < self.final_lr <= 1:
-            raise ValueError(f"agent.final_lr must be in (0, 1], not {self.final_lr}")
         if self.batch_size > self.replay:
             raise ValueError("agent.batch_size: more than agent.replay keeps")
 
@@ -152,7 +148,7 @@ class DoubleDQN:
         )
         self._learn_for(config.discount)
         self._kept_discount = config.discount
-        self._target = SoftUpdate(self._loss, tau=config.target_rate)
+        self._target = SoftUpdate(self._loss, tau=_TARGET_RATE)
         self._weights = list(self._loss.value_network_params.values(True, True))
         self._acting = {
             key[-2:]: weight
@@ -201,7 +197,7 @@ class DoubleDQN:
             return
         last = len(episode.rewards)
         # What is to come counts over a shorter horizon for as much less.
-        weights = np.array(self.config.potential) * (1.0 - self.config.discount) / (1.0 - discount)
+        weights = _POTENTIAL * (1.0 - self.config.discount) / (1.0 - discount)
         potential = -episode.work[:, :2] @ weights
         arrived = -episode.work[1:, 2:] @ weights
         shaped = episode.rewards + discount * (potential[1:] - arrived) - potential[:-1]
@@ -212,7 +208,7 @@ class DoubleDQN:
         steps = next_at - at
         rewards = togo[at] - discount**steps * togo[next_at]
         ended = torch.from_numpy((next_at == last) & episode.ended)[:, None]
-        reward = torch.from_numpy(rewards * self.config.reward_scale).float()[:, None]
+        reward = torch.from_numpy(rewards * _REWARD_SCALE).float()[:, None]
         follows = {
             "observation": torch.from_numpy(episode.states[next_at]).float(),
             "reward": reward,
@@ -232,11 +228,11 @@ class DoubleDQN:
         if len(self._replay) < self.config.batch_size:
             return float("nan")
         for group in self._optimiser.param_groups:
-            group["lr"] = self.config.lr * (1.0 - (1.0 - self.config.final_lr) * progress)
+            group["lr"] = self.config.lr * (1.0 - (1.0 - _FINAL_LR) * progress)
         loss = self._loss(self._replay.sample())["loss"]
         self._optimiser.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self._weights, self.config.clip)
+        nn.utils.clip_grad_norm_(self._weights, _CLIP)
         self._optimiser.step()
         self._target.step()
         for key, weight in self._acting.items():

@@ -11,9 +11,15 @@ from rescheduler.step_time.profile import load_profile
 __all__ = ["RouterConfig"]
 
 _POSITIVE = (
-    *("interval", "many_requests", "long_prompt", "much_capacity", "long_wait_s", "prompt_seconds"),
-    *("token_seconds", "tolerance_s", "guidance_tolerance_s", "max_seconds"),
+    *("interval", "long_prompt", "prompt_seconds", "token_seconds"),
+    *("tolerance_s", "guidance_tolerance_s", "max_seconds"),
 )
+_MANY_REQUESTS = 32.0
+"""A count of requests that the state shows as 1."""
+_LONG_WAIT_S = 2.0
+"""Seconds until the first request ends that the state shows as 1."""
+_MUCH_CAPACITY = 0.2
+"""Free share of a KV cache that the state shows as 1."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +29,7 @@ class RouterConfig:
     Attributes:
         interval: Δt, seconds between two decisions.
         edges: output tokens from which the buckets of the state begin, ascending from 0.
-        many_requests: a count of requests that the state shows as 1.
         long_prompt: tokens of a prompt that the state shows as 1.
-        much_capacity: free share of a KV cache that the state shows as 1.
-        long_wait_s: seconds until the first request ends that the state shows as 1.
         prompt_seconds: of a prompt token, when a request is alone.
         token_seconds: of a decoded token, when a request is alone; an average decode batch.
         completion_reward: r_w of equation 3.
@@ -40,10 +43,7 @@ class RouterConfig:
 
     interval: float = 0.02
     edges: tuple[int, ...] = (0, 256, 2048)
-    many_requests: int = 32
     long_prompt: int = 200
-    much_capacity: float = 0.2
-    long_wait_s: float = 2.0
     prompt_seconds: float = V100_GRADIENTS[0]
     token_seconds: float = 0.02
     completion_reward: float = 60.0
@@ -92,9 +92,9 @@ class RouterConfig:
         """Return what the state's numbers are measured in, of instances with so many slots."""
         return StateScales(
             slots=float(slots),
-            requests=float(self.many_requests),
+            requests=_MANY_REQUESTS,
             prompt_tokens=float(self.long_prompt),
             seconds_per_token=self.alone()[1],
-            seconds=float(self.long_wait_s),
-            capacity=float(self.much_capacity),
+            seconds=_LONG_WAIT_S,
+            capacity=_MUCH_CAPACITY,
         )

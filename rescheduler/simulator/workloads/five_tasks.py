@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
-from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE
+from rescheduler.cluster.registry import COUNT
 from rescheduler.simulator.workloads.length_generators import LengthGenerator, whole_tokens
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
@@ -17,6 +17,13 @@ __all__ = ["TASKS", "FiveTasks", "MixedClasses"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+
+_HEAVY_DECODE = 125.0
+"""Tokens from which a decode of `FiveTasks` is heavy."""
+_PROMPT_SIGMA = 0.6
+"""Standard deviation of the logarithm of a task's prompts."""
+_LONGEST_PROMPT = 1000
+"""Longer prompts of `FiveTasks` have this length."""
 
 
 class LengthsOfATask(NamedTuple):
@@ -34,25 +41,16 @@ class LengthsOfATask(NamedTuple):
     mean_output: float
     heavy: float
 
-    def output_lognormal(self, heavy_decode: float) -> tuple[float, float]:
-        r"""Return μ and σ of the log-normal with that mean and that share from a length on.
+    def output_lognormal(self) -> tuple[float, float]:
+        r"""Return μ and σ of the log-normal with that mean and that share of heavy decodes.
 
         .. math:: \mu + \tfrac12 \sigma^2 = \ln m, \qquad \mu - z \sigma = \ln h, \qquad
                   \sigma = -z - \operatorname{sgn}(\ln \tfrac hm) \sqrt{z^2 - 2 \ln \tfrac hm}
 
         with :math:`z` the normal quantile of the share; of two solutions the narrower.
-
-        Raises:
-            ValueError: no log-normal has both.
         """
-        z, apart = ndtri(self.heavy), np.log(heavy_decode / self.mean_output)
-        root = z * z - 2 * apart
-        if root < 0:
-            raise ValueError(
-                f"no log-normal of mean {self.mean_output} has {self.heavy:.2%} from "
-                f"{heavy_decode} tokens on"
-            )
-        sigma = -z - (1.0 if apart > 0 else -1.0) * np.sqrt(root)
+        z, apart = ndtri(self.heavy), np.log(_HEAVY_DECODE / self.mean_output)
+        sigma = -z - (1.0 if apart > 0 else -1.0) * np.sqrt(z * z - 2 * apart)
         return float(np.log(self.mean_output) - sigma * sigma / 2), float(sigma)
 
 
@@ -67,29 +65,20 @@ TASKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FiveTasks(
-    LengthGenerator,
-    heavy_decode=COUNT,
-    prompt_sigma=NOT_NEGATIVE,
-    longest_prompt=COUNT,
-    longest=COUNT,
-):
+class FiveTasks(LengthGenerator, longest=COUNT):
     """Requests of five tasks, as Table 3 of paper 001 counts them.
 
     Outputs are log-normal with the mean and the share of heavy decodes that the table has of their
     task. A decode is heavy there from 5 s of estimated time on, at an average batch time which is
     not published. At 250 tokens (0.02 s a batch, its minimum) no log-normal has sentiment's mean
     and share, nor translation's; up to 146 tokens all five exist, and 125 are 0.04 s a batch.
-    Of prompts only the means are known: log-normal here, with ``prompt_sigma``, cut at 1,000 (C.5).
+    Of prompts only the means are known: log-normal here, cut at 1,000 (C.5).
 
     Source: Performance Aware LLM Load Balancer for Mixed Workloads (Jain et al. 2025), Table 3.
 
     Attributes:
         shares: of the tasks, in the order of `TASKS`; the table's when None. Need not sum to 1.
         drift_to: shares at the end of the trace, reached linearly; None for a mix that stays.
-        heavy_decode: tokens from which a decode is heavy.
-        prompt_sigma: standard deviation of the logarithm of a task's prompts.
-        longest_prompt: longer prompts have this length.
         longest: tokens of the model's context, at which outputs are cut.
     """
 
@@ -98,13 +87,10 @@ class FiveTasks(
     requests: int = 2000
     shares: tuple[float, ...] | None = None
     drift_to: tuple[float, ...] | None = None
-    heavy_decode: float = 125.0
-    prompt_sigma: float = 0.6
-    longest_prompt: int = 1000
     longest: int = 4096
 
     def __post_init__(self) -> None:
-        """Refuse shares that are none, and lengths that do not exist."""
+        """Refuse shares that are none, and a context that prompts fill."""
         super().__post_init__()
         for option in ("shares", "drift_to"):
             given = getattr(self, option)
@@ -115,35 +101,25 @@ class FiveTasks(
                     f"five_tasks: {option} are {len(TASKS)} numbers from 0, one for each of "
                     f"{', '.join(TASKS)}, not {list(given)}"
                 )
-        if self.longest_prompt >= self.longest:
-            raise ValueError("five_tasks: longest must exceed longest_prompt")
-        self._outputs()
+        if self.longest <= _LONGEST_PROMPT:
+            raise ValueError(f"five_tasks: longest must exceed {_LONGEST_PROMPT}")
 
     def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
         """Yield all requests, at most `BLOCK_REQUESTS` at a time."""
         first = _normalised(self.shares or [task.samples for task in TASKS.values()])
         last = first if self.drift_to is None else _normalised(self.drift_to)
         mean_prompt = np.array([task.mean_prompt for task in TASKS.values()])
-        mu, sigma = self._outputs()
+        mu, sigma = np.array([task.output_lognormal() for task in TASKS.values()]).T
         drawn = 0
         for size in block_sizes(self.requests):
             along = (drawn + np.arange(size)) / max(self.requests - 1, 1)
             drawn += size
             upto = np.cumsum(first + along[:, None] * (last - first), axis=1)
             task = (generator.random(size)[:, None] > upto[:, :-1]).sum(axis=1)
-            prompt_mu = np.log(mean_prompt[task]) - self.prompt_sigma**2 / 2
-            prompt = whole_tokens(
-                generator.lognormal(prompt_mu, self.prompt_sigma), self.longest_prompt
-            )
+            prompt_mu = np.log(mean_prompt[task]) - _PROMPT_SIGMA**2 / 2
+            prompt = whole_tokens(generator.lognormal(prompt_mu, _PROMPT_SIGMA), _LONGEST_PROMPT)
             output = np.ceil(generator.lognormal(mu[task], sigma[task])).astype(np.int64)
             yield lengths_block(prompt, np.clip(output, 1, self.longest - prompt))
-
-    def _outputs(self) -> tuple[FloatArray, FloatArray]:
-        try:
-            found = [task.output_lognormal(self.heavy_decode) for task in TASKS.values()]
-        except ValueError as error:
-            raise ValueError(f"five_tasks: heavy_decode: {error}") from error
-        return np.array([mu for mu, _ in found]), np.array([sigma for _, sigma in found])
 
 
 def _normalised(shares: object) -> FloatArray:
@@ -153,7 +129,7 @@ def _normalised(shares: object) -> FloatArray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedClasses(LengthGenerator, shortest=COUNT):
+class MixedClasses(LengthGenerator):
     """Light and heavy prompts and decodes, in the four orders of arrival of paper 001's Table 1.
 
     A decode is heavy from 5 s on: 250 tokens at the 0.02 s that a decode batch of Llama-2-7B
@@ -170,30 +146,12 @@ class MixedClasses(LengthGenerator, shortest=COUNT):
     Attributes:
         scenario: ``lh_hl_random`` (light prompts with heavy decodes, and the reverse, mixed),
             ``random`` (all four classes, mixed), ``lh_then_hl``, or ``hl_then_lh``.
-        heavy_prompt: tokens from which a prompt is heavy.
-        heavy_decode: tokens from which a decode is heavy.
-        shortest: tokens of the shortest prompt and decode.
-        longest: tokens of the longest prompt and decode.
     """
 
     name: ClassVar[str] = "mixed_classes"
 
     requests: int = 3000
     scenario: Literal["lh_hl_random", "random", "lh_then_hl", "hl_then_lh"] = "lh_hl_random"
-    heavy_prompt: int = 500
-    heavy_decode: int = 250
-    shortest: int = 10
-    longest: int = 1000
-
-    def __post_init__(self) -> None:
-        """Refuse an unknown scenario and empty ranges."""
-        super().__post_init__()
-        for option in ("heavy_prompt", "heavy_decode"):
-            if not self.shortest < getattr(self, option) <= self.longest:
-                raise ValueError(
-                    f"mixed_classes: {option} must lie above {self.shortest} and at most at "
-                    f"{self.longest}, not at {getattr(self, option)}"
-                )
 
     def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
         """Yield all requests, at most `BLOCK_REQUESTS` at a time."""
@@ -208,19 +166,19 @@ class MixedClasses(LengthGenerator, shortest=COUNT):
                 here = np.minimum(left, np.maximum(size - np.cumsum(left) + left, 0))
                 order = np.repeat(classes, here)
             left = left - here
-            yield lengths_block(*self._of_classes(generator, order))
-
-    def _of_classes(
-        self, generator: np.random.Generator, classes: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        lengths = []
-        for heavy, from_ in ((classes & 2, self.heavy_prompt), (classes & 1, self.heavy_decode)):
-            low = np.where(heavy, from_, self.shortest)
-            high = np.where(heavy, self.longest + 1, from_)
-            lengths.append(generator.integers(low, high))
-        return lengths[0], lengths[1]
+            prompt = _uniform(generator, order & 2, _MIXED_HEAVY_PROMPT)
+            yield lengths_block(prompt, _uniform(generator, order & 1, _MIXED_HEAVY_DECODE))
 
 
+def _uniform(generator: np.random.Generator, heavy: IntArray, heavy_from: int) -> IntArray:
+    low = np.where(heavy, heavy_from, _SHORTEST)
+    return generator.integers(low, np.where(heavy, _LONGEST + 1, heavy_from))
+
+
+_MIXED_HEAVY_PROMPT, _MIXED_HEAVY_DECODE = 500, 250
+"""Tokens from which a prompt and a decode of `MixedClasses` are heavy."""
+_SHORTEST, _LONGEST = 10, 1000
+"""Tokens of their shortest and of their longest one."""
 _LL, _LH, _HL, _HH = 0, 1, 2, 3
 _SCENARIOS = {
     "lh_hl_random": ((_LH, _HL), True),
