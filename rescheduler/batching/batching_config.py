@@ -38,7 +38,6 @@ class BatchingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         whole_steps: the prefill budget counts whole tokens that fall due, see `prefill_budget`.
         recalibrate: keep the profile's times up to date with the steps that are served.
         steps: CSV file to write every step's tokens and seconds to.
-        collect_garbage: collect Python's garbage when there is time for it.
     """
 
     formation: str = "fairbatching"
@@ -52,7 +51,6 @@ class BatchingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     whole_steps: bool = True
     recalibrate: bool = True
     steps: str | None = None
-    collect_garbage: bool = True
 
     def __post_init__(self) -> None:
         known = [*FORMATIONS, VLLM_ORDER]

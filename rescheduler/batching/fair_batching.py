@@ -69,7 +69,7 @@ class FairBatching(SchedulerPart):
         tokens: int = scheduler.max_num_scheduled_tokens
         self.times = BatchTimes(config, profile.batch if profile else None, tokens)
         self._clock = StepClock()
-        self._garbage = GarbageCollection() if config.collect_garbage else None
+        self._garbage = GarbageCollection()
         self._objectives: dict[str, Objectives] = {}
         self._begun: set[str] = set()
         self._considered: set[str] = set()
@@ -86,8 +86,7 @@ class FairBatching(SchedulerPart):
 
     def before_scheduling(self) -> None:
         """Plan the step."""
-        if self._garbage is not None:
-            self._garbage.start()
+        self._garbage.start()
         self._began = time.monotonic()
         self._admits = self._has_room()
         table = self._look(self._clock.begins(self._began))
@@ -134,8 +133,7 @@ class FairBatching(SchedulerPart):
         for client, rejection in self._rejections:
             scheduling.add_output(outputs, client, rejection)
         self._rejections.clear()
-        if self._garbage is not None:
-            self._garbage.between_steps(self._prompts_wait, self._due - time.monotonic())
+        self._garbage.between_steps(self._prompts_wait, self._due - time.monotonic())
 
     def ended(self, request: Any) -> None:
         """Forget a request."""
@@ -147,8 +145,7 @@ class FairBatching(SchedulerPart):
         """Close the log of steps, and report the garbage collection."""
         if self._log is not None:
             self._log.close()
-        if self._garbage is not None:
-            self._garbage.stop()
+        self._garbage.stop()
 
     def objectives_of(self, request: Any) -> Objectives:
         """Return what is planned for a request, less the reserve."""

@@ -162,8 +162,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         moved_token_seconds: to copy a running request to its target, and from handing it over to
             its first token there; then it stays, or is rolled back.
         attempts: placements of a request that fail in a row, until its client gets an error.
-        backoff_seconds: before the second attempt; doubles with each, half of it random.
-        backoff_most_seconds: longest of these.
+        backoff_seconds: before the second attempt; doubles with each up to 5 s, half of it random.
         breaker_failures: failures in a row that take an instance out of service.
         breaker_seconds: until it is probed again; doubles while probes fail, up to 16 times.
         probe_seconds: between two health probes of an instance in service.
@@ -215,7 +214,6 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     moved_token_seconds: Seconds = 10.0
     attempts: Positive = 8
     backoff_seconds: Seconds = 0.1
-    backoff_most_seconds: Seconds = 5.0
     breaker_failures: Positive = 3
     breaker_seconds: Seconds = 1.0
     probe_seconds: Seconds = 2.0

@@ -87,7 +87,7 @@ def _launched(deployment: RayDeployment, logs: Path, report: Report) -> list[Ser
         ours = False
         try:
             with ending_signals_held():
-                cluster.reserve(options, bundles)
+                cluster.reserve(bundles)
                 ours = True  # before, there may be another's
             nodes = cluster.where_reserved(options, bundles)
             composed, servers = _composed(cluster, deployment, where, nodes)

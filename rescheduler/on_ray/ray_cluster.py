@@ -105,7 +105,7 @@ class RayCluster:
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         return {one["NodeID"]: Node(one["NodeManagerAddress"], one["Resources"]) for one in alive}
 
-    def reserve(self, options: RayOptions, bundles: Sequence[Mapping[str, float]]) -> None:
+    def reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
         """Ask for bundles of resources, each of one node; `where_reserved` waits for them.
 
         Raises:
@@ -114,7 +114,7 @@ class RayCluster:
         wanted = [dict(bundle) for bundle in bundles]
         kept = {"name": _PLACES, "lifetime": "detached"}
         try:
-            self._ray.util.placement_group(wanted, strategy=options.strategy, **kept)
+            self._ray.util.placement_group(wanted, strategy="SPREAD", **kept)
         except (ValueError, self._ray.exceptions.RayError) as error:
             raise LaunchError(self._taken()) from error
 

@@ -75,10 +75,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         instances: what is started, in place of the deployment's own ``instances``.
         address: of the cluster, HOST:PORT; ``auto``: the one that this machine belongs to.
         namespace: of the actors; each deployment of a cluster needs one of its own.
-        proxies: how many `headway serve`.
-        proxy_cpus: CPUs that each of these reserves.
-        strategy: nodes for engines and proxies: as many as possible (``SPREAD``), or as few
-            (``PACK``).
+        proxies: how many `headway serve`; each reserves a CPU.
         reserve_seconds: to wait for resources, as for nodes that an autoscaler adds.
     """
 
@@ -86,8 +83,6 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     address: str = _ADDRESS
     namespace: str = _NAMESPACE
     proxies: Count = 1
-    proxy_cpus: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    strategy: Literal["SPREAD", "PACK"] = "SPREAD"
     reserve_seconds: Seconds = 60.0
 
 
@@ -167,8 +162,7 @@ def places(options: RayOptions) -> list[Place]:
             name = f"{group.role}-{numbers[group.role]}"
             found.append(Place(name, group.role, group.bundle, tuple(group.arguments)))
             numbers[group.role] += 1
-    cpus = {"CPU": options.proxy_cpus}
-    return found + [Place(f"proxy-{i}", "proxy", cpus) for i in range(options.proxies)]
+    return found + [Place(f"proxy-{i}", "proxy", {"CPU": 1.0}) for i in range(options.proxies)]
 
 
 def ports_needed(where: Sequence[Place]) -> int:

@@ -33,6 +33,7 @@ __all__ = ["RequestFlow"]
 logger = logging.getLogger("headway.serve")
 
 _PREFILL_ATTEMPTS = 2
+_LONGEST_BACK_OFF = 5.0  # seconds
 
 
 class RequestFlow:
@@ -233,8 +234,7 @@ class RequestFlow:
 
     async def back_off(self, failures: int) -> None:
         """Wait before another attempt: exponentially longer, half of it at random."""
-        longest = self._options.backoff_seconds * 2 ** (failures - 1)
-        seconds = min(longest, self._options.backoff_most_seconds)
+        seconds = min(self._options.backoff_seconds * 2 ** (failures - 1), _LONGEST_BACK_OFF)
         await asyncio.sleep(seconds * self._random.uniform(0.5, 1.0))
 
     async def _decode(self, request: LiveRequest, send: Send, comment: Comment | None) -> None:
