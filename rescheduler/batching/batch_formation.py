@@ -18,7 +18,6 @@ __all__ = [
     "FAIR_FIXED",
     "FAIR_TOKENS",
     "FORMATIONS",
-    "PREFILL_FIRST",
     "BatchPlan",
     "BatchRules",
     "RequestRow",
@@ -31,13 +30,12 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-FAIR, FAIR_TOKENS, FAIR_FIXED, DECODE_FIRST, PREFILL_FIRST = range(5)
+FAIR, FAIR_TOKENS, FAIR_FIXED, DECODE_FIRST = range(4)
 FORMATIONS = {
     "fairbatching": FAIR,
     "fairbatching_tokens": FAIR_TOKENS,
     "fairbatching_fixed": FAIR_FIXED,
     "sarathi": DECODE_FIRST,
-    "prefill_first": PREFILL_FIRST,
 }
 """Names in configurations. The second and third are FB-TB and FB-FB of the paper's §5.4.1."""
 
@@ -102,8 +100,7 @@ def form_batch(
 
     With a fixed token budget B is the time of that many tokens, a + b · budget; with
     ``fairbatching_tokens`` the budget is (B − a) / b tokens, whatever their context.
-    ``sarathi`` takes all decodes, and prefills as they come within the token budget;
-    ``prefill_first`` takes prefills and then decodes within it, all as they come.
+    ``sarathi`` takes all decodes, and prefills as they come within the token budget.
 
     Args:
         rules: how.
@@ -186,7 +183,7 @@ def _rank(
 
     Insertion: most come nearly sorted.
     """
-    by_slack = rules.formation != DECODE_FIRST and rules.formation != PREFILL_FIRST
+    by_slack = rules.formation != DECODE_FIRST
     for i in range(len(order)):
         group = _group(rules, slack[i], decoding[i], urgent_below)
         at = i
@@ -206,8 +203,6 @@ def _group(rules: BatchRules, slack: float, decoding: bool, urgent_below: float)
     """Return the place of a request's group: urgent decodes, prefills, other decodes."""
     if rules.formation == DECODE_FIRST:
         return 0 if decoding else 1
-    if rules.formation == PREFILL_FIRST:
-        return 1 if decoding else 0
     if not decoding:
         return 1
     return 0 if slack < urgent_below else 2

@@ -178,9 +178,9 @@ class PrefillConfig(
         instances: servers of a prefill stage.
         max_batched_tokens: of a step with chunked prefill, decoded tokens included.
         formation: of a step with chunked prefill. sarathi takes every decode, and of prompts
-            what the token budget leaves; prefill_first the reverse; fairbatching takes urgent
-            decodes, prompts, other decodes, within the time that the objectives leave; with
-            fairbatching_tokens that is a number of tokens, with fairbatching_fixed token_budget.
+            what the token budget leaves; fairbatching takes urgent decodes, prompts, other
+            decodes, within the time that the objectives leave; with fairbatching_tokens that is
+            a number of tokens, with fairbatching_fixed token_budget.
         token_budget: of formations whose budget is fixed; max_batched_tokens when null.
         expected_context: context tokens that fairbatching_tokens takes any batch to read, since
             its budget does not see them.
@@ -189,9 +189,9 @@ class PrefillConfig(
     kind: Literal["none", "stage", "chunked"] = "none"
     instances: int = 1
     max_batched_tokens: int = 2048
-    formation: Literal[
-        "sarathi", "prefill_first", "fairbatching", "fairbatching_tokens", "fairbatching_fixed"
-    ] = "sarathi"
+    formation: Literal["sarathi", "fairbatching", "fairbatching_tokens", "fairbatching_fixed"] = (
+        "sarathi"
+    )
     token_budget: int | None = None
     expected_context: int = 0
 

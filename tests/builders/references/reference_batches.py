@@ -26,7 +26,7 @@ class Formation(NamedTuple):
 
 def time_budget(rules: Formation, requests: Sequence[Waiting]) -> float:
     """Return B, infinite without decodes; of a fixed budget the time that its tokens take."""
-    if rules.name in ("sarathi", "prefill_first", "fairbatching_fixed"):
+    if rules.name in ("sarathi", "fairbatching_fixed"):
         return rules.a + rules.b * min(rules.token_budget, rules.max_tokens)
     slacks = [one.slack for one in requests if one.decoding]
     return max(min(slacks), min(one.tpot for one in requests)) if slacks else math.inf
@@ -38,8 +38,6 @@ def groups(rules: Formation, requests: Sequence[Waiting]) -> list[list[int]]:
     prefills = [i for i, one in enumerate(requests) if not one.decoding]
     if rules.name == "sarathi":
         return [decodes, prefills, []]
-    if rules.name == "prefill_first":
-        return [[], prefills, decodes]
     below = time_budget(rules, requests) + min(one.tpot for one in requests)
     urgent = [i for i in decodes if requests[i].slack < below]
     others = [i for i in decodes if requests[i].slack >= below]
@@ -56,7 +54,7 @@ def plain_batch(rules: Formation, requests: Sequence[Waiting]) -> list[int]:
     tokens = rules.max_tokens
     if rules.name == "fairbatching_tokens" and budget < math.inf and rules.b > 0:
         tokens = min(tokens, math.floor(max(budget - rules.a, 0) / rules.b))
-    if rules.name in ("sarathi", "prefill_first", "fairbatching_fixed"):
+    if rules.name in ("sarathi", "fairbatching_fixed"):
         tokens = min(tokens, rules.token_budget)
     urgent, prefills, others = groups(rules, requests)
     for i in urgent + prefills + others:

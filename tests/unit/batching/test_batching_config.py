@@ -39,7 +39,7 @@ def test_what_cannot_work_is_refused_by_name(batching: dict[str, Any], message: 
         read_batching_config(section(**batching))
 
 
-@pytest.mark.parametrize("formation", ["vllm", "sarathi", "prefill_first"])
+@pytest.mark.parametrize("formation", ["vllm", "sarathi"])
 def test_formations_that_count_tokens_need_no_profile(formation: str) -> None:
     assert read_batching_config(section(formation=formation)).profile is None
 
