@@ -13,8 +13,7 @@ from rescheduler.routing.heuristics.join_shortest_queue import (
     VLLMScore,
 )
 from rescheduler.routing.heuristics.max_capacity import DedicatedSmallLarge, MaxCapacity
-from rescheduler.routing.heuristics.pool_order import FCFS, MaxMin, MinMin, Throttled
-from rescheduler.routing.heuristics.random_choice import PowerOfD, RandomChoice, RoundRobin
+from rescheduler.routing.heuristics.pool_order import FCFS, MinMin, RoundRobin
 from rescheduler.routing.learned.rl import LearnedRouter
 from rescheduler.routing.policy import (
     Needs,
@@ -39,15 +38,11 @@ __all__ = [
     "JSQTokens",
     "LearnedRouter",
     "MaxCapacity",
-    "MaxMin",
     "MinMin",
     "Needs",
     "Overflow",
-    "PowerOfD",
-    "RandomChoice",
     "RoundRobin",
     "RoutingPolicy",
-    "Throttled",
     "VLLMScore",
     "create_policy",
     "policy_names",

@@ -6,7 +6,6 @@ import numpy as np
 
 from predictor.compilation import compiled
 from rescheduler.cluster.cluster_view import UNLIMITED
-from rescheduler.cluster.registry import COUNT
 from rescheduler.routing.inputs import (
     FloatArray,
     IntArray,
@@ -18,7 +17,7 @@ from rescheduler.routing.inputs import (
 )
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
-__all__ = ["FCFS", "UNBOUNDED", "MaxMin", "MinMin", "Throttled"]
+__all__ = ["FCFS", "UNBOUNDED", "MinMin", "RoundRobin"]
 
 
 UNBOUNDED = UNLIMITED // 2
@@ -71,8 +70,40 @@ class FCFS(RoutingPolicy):
 
 
 @compiled
-def assign_by_completion(inputs: RoutingInputs, target: IntArray, latest_first: bool) -> None:
-    """Place the request whose best completion is the first (or the last), until none fits.
+def round_robin(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
+    """Send each request, in order of arrival, to the instance whose turn it is."""
+    n_instances = len(inputs.slots)
+    for i in range(len(inputs.size)):
+        turn = inputs.dispatched[0] % n_instances
+        best = -1
+        for step in range(n_instances):
+            g = (turn + step) % n_instances
+            if fits(inputs, i, g):
+                best = g
+                break
+        if not settle(inputs, target, i, best):
+            return
+
+
+@routing_policy("round_robin")
+@dataclass(frozen=True)
+class RoundRobin(RoutingPolicy):
+    r"""The k-th request dispatched goes to worker :math:`k \bmod G`.
+
+    Where it does not fit there, it goes to the next worker in the circle that it fits; the turn
+    is counted by requests dispatched, so it goes on as if it had not happened.
+
+    Source: A Universal Load Balancing Principle (Chen et al. 2026), A.1.1; Performance Aware LLM
+    Load Balancer (Jain et al. 2025), C.2.5.
+    """
+
+    needs = Needs.COUNTS
+    kernel = round_robin
+
+
+@compiled
+def min_min(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
+    """Place the request whose best completion is the first, until none fits.
 
     Since work only grows and places only vanish, a request's best instance stays the best until
     something is placed there: O(n) a placement, and O(G) for each request that has to look again.
@@ -87,7 +118,7 @@ def assign_by_completion(inputs: RoutingInputs, target: IntArray, latest_first: 
             if target[i] >= 0 or best[i] < 0:
                 continue
             time = inputs.work[best[i]] + inputs.remaining[i]
-            if chosen < 0 or (time > completion if latest_first else time < completion):
+            if chosen < 0 or time < completion:
                 chosen, completion = i, time
         if chosen < 0:
             return
@@ -96,12 +127,6 @@ def assign_by_completion(inputs: RoutingInputs, target: IntArray, latest_first: 
         for i in range(n):
             if best[i] == g and target[i] < 0:
                 best[i] = best_by_load(inputs, i, inputs.work)
-
-
-@compiled
-def min_min(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
-    """Place the request completed soonest first."""
-    assign_by_completion(inputs, target, False)
 
 
 @routing_policy("min_min")
@@ -126,70 +151,3 @@ class MinMin(RoutingPolicy):
 
     needs = Needs.LENGTHS
     kernel = min_min
-
-
-@compiled
-def max_min(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
-    """Place the request completed last first."""
-    assign_by_completion(inputs, target, True)
-
-
-@routing_policy("max_min")
-@dataclass(frozen=True)
-class MaxMin(RoutingPolicy):
-    r"""The request whose earliest completion is the latest, to the worker of that completion.
-
-    .. math:: i = \arg\max_i \min_g \mathrm{ECT}_{ig}, \qquad
-              g = \arg\min_g \mathrm{ECT}_{ig}, \qquad \mathrm{ECT}_{ig} = W_g + \hat R_i
-
-    with the times, and the ties, of `MinMin`. Long requests go first, so that short ones fill
-    what they leave uneven.
-
-    Source: A Universal Load Balancing Principle (Chen et al. 2026), A.1.1.
-    """
-
-    needs = Needs.LENGTHS
-    kernel = max_min
-
-
-@compiled
-def throttled(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
-    """Send each request, in order of arrival, to the first instance below the threshold."""
-    limit = int(parameters[0])
-    running = inputs.running
-    for i in range(len(inputs.size)):
-        best = -1
-        for g in range(len(running)):
-            if not fits(inputs, i, g):
-                continue
-            if running[g] < limit:
-                best = g
-                break
-            if inputs.slots[g] >= UNBOUNDED and (best < 0 or running[g] < running[best]):
-                best = g
-        if not settle(inputs, target, i, best):
-            return
-
-
-@routing_policy("throttled")
-@dataclass(frozen=True)
-class Throttled(RoutingPolicy, limit=COUNT):
-    """The lowest-indexed worker with fewer requests than a threshold; none, and it waits.
-
-    Where slots are unlimited (instant dispatch) nothing can wait: above the threshold everywhere,
-    a request goes where the fewest are, as if all thresholds were raised by as much as it takes.
-
-    Attributes:
-        limit: requests on a worker from which on it gets no more, at least 1.
-
-    Source: A Universal Load Balancing Principle (Chen et al. 2026), A.1.1.
-    """
-
-    limit: int = 64
-
-    needs = Needs.COUNTS
-    kernel = throttled
-
-    def parameters(self) -> FloatArray:
-        """Return the threshold."""
-        return np.array([self.limit], dtype=np.float64)

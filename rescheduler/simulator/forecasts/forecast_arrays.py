@@ -8,7 +8,6 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
 from predictor.forecasts.curve import aged_mean, aged_survival
-from rescheduler.routing.heuristics.random_choice import splitmix64
 
 __all__ = [
     "CURVE",
@@ -19,6 +18,7 @@ __all__ = [
     "ForecastArrays",
     "expected_remaining",
     "knows_ends",
+    "splitmix64",
     "survival_row",
 ]
 
@@ -84,6 +84,15 @@ class ForecastArrays(NamedTuple):
 def knows_ends(f: ForecastArrays) -> bool:
     """Return whether every forecast is the request's true length."""
     return f.kind == POINT and f.sigma == 0.0 and len(f.bins) == 0
+
+
+@compiled_inline
+def splitmix64(number: np.uint64) -> np.uint64:
+    """Return the output of SplitMix64 that follows the state ``number`` (Steele et al. 2014)."""
+    mixed = number + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 @compiled_core

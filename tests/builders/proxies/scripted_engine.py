@@ -49,7 +49,7 @@ from rescheduler.transfer.control_messages import (
 )
 from rescheduler.transfer.control_server import Asked, ControlServer
 
-__all__ = ["Running", "ScriptedEngine", "reference"]
+__all__ = ["NarrowEngine", "Running", "ScriptedEngine", "reference"]
 
 _BLOCKS = 1000
 _BLOCK = 16
@@ -577,3 +577,10 @@ class ScriptedEngine:
             values = {key: getattr(reply, key) for key in reply.__struct_fields__}
             numbered = type(reply)(**{**values, "number": asked.command.number})
             self._control.reply(asked.peer, numbered)
+
+
+@dataclass
+class NarrowEngine(ScriptedEngine):
+    """Runs one request at a time, so that the others wait."""
+
+    says: dict[str, Any] = field(default_factory=lambda: {"max_num_seqs": 1})

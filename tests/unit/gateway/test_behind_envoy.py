@@ -12,7 +12,7 @@ import zmq
 from gateway import Config, Gateway, gateway
 from published_telemetry import frames, snapshot
 from scripted_cluster import until
-from scripted_engine import ScriptedEngine
+from scripted_engine import NarrowEngine, ScriptedEngine
 from tokenizers import Tokenizer
 
 from predictor.live.telemetry_messages import (
@@ -116,8 +116,7 @@ async def test_a_request_whose_client_leaves_is_forgotten(
 async def test_a_request_waits_at_the_gateway_until_there_is_room(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    routing = {"name": "throttled", "limit": 1}
-    async with gateway(tokenizer, tmp_path, 1, routing=routing, pool=1) as one:
+    async with gateway(tokenizer, tmp_path, 1, kind=NarrowEngine, pool=1) as one:
         first = await held(one, 1)
         second = asyncio.create_task(one.post({"model": "m", "prompt": "a", "max_tokens": 2}))
         await until(lambda: len(one.picker.cluster.dispatcher.waiting) == 1)
@@ -131,8 +130,7 @@ async def test_a_request_waits_at_the_gateway_until_there_is_room(
 
 
 async def test_a_request_does_not_wait_for_ever(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    routing = {"name": "throttled", "limit": 1}
-    async with gateway(tokenizer, tmp_path, 1, routing=routing, pool_seconds=0.05) as one:
+    async with gateway(tokenizer, tmp_path, 1, kind=NarrowEngine, pool_seconds=0.05) as one:
         first = await held(one, 1)
         status, answer, headers = await one.post({"model": "m", "prompt": "a"})
         assert (status, headers["Retry-After"]) == (503, "5")

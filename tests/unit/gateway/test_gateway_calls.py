@@ -8,6 +8,7 @@ import grpc
 import pytest
 from gateway_calls import Asked, asked_picker, request_head, said
 from scripted_cluster import until
+from scripted_engine import NarrowEngine
 from tokenizers import Tokenizer
 
 from rescheduler.gateway.messages import ProcessingResponse
@@ -143,13 +144,10 @@ async def test_a_body_may_come_in_one_message(tokenizer: Tokenizer) -> None:
             assert refused(answers)[0] == status
 
 
-THROTTLED = {"name": "throttled", "limit": 1}
-
-
 async def test_no_more_requests_wait_than_may_however_late_their_bodies_come(
     tokenizer: Tokenizer,
 ) -> None:
-    async with asked_picker(tokenizer, routing=THROTTLED, pool=2) as asked:
+    async with asked_picker(tokenizer, kind=NarrowEngine, pool=2) as asked:
         dispatcher = asked.picker.cluster.dispatcher
         calls = [await begun(asked, head(), BODY)]
         await until(lambda: len(running(asked)) == 1)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_requests import live_request
 from scripted_cluster import PROMPT, Cluster, cluster
-from scripted_engine import ScriptedEngine
+from scripted_engine import NarrowEngine
 from tokenizers import Tokenizer
 
 from rescheduler.finish_times.finish_times import FinishTimes
@@ -54,13 +53,6 @@ STEPS = [
 """A request's way, in order: what is given the request fails."""
 
 
-@dataclass
-class Narrow(ScriptedEngine):
-    """Runs one request at a time, so that the others wait in order."""
-
-    says: dict[str, Any] = field(default_factory=lambda: {"max_num_seqs": 1})
-
-
 def concerns(value: Any) -> bool:
     """Whether the faulty request is among some arguments."""
     if isinstance(value, list | tuple):
@@ -83,7 +75,7 @@ async def test_a_request_that_fails_at_any_step_stops_no_other(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, kind: type, method: str, tier: str
 ) -> None:
     monkeypatch.setattr(kind, method, failing(getattr(kind, method)))
-    async with cluster(tokenizer, 1, kind=Narrow, order={"name": "shortest"}) as it:
+    async with cluster(tokenizer, 1, kind=NarrowEngine, order={"name": "shortest"}) as it:
         async with asyncio.timeout(60):
             before = [asyncio.create_task(ask(it, f"before-{i}", tier)) for i in range(2)]
             faulty = asyncio.create_task(ask(it, FAULTY, tier))

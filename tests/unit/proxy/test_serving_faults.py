@@ -527,7 +527,7 @@ def test_a_policy_that_fails_is_replaced_for_a_while(
 ) -> None:
     now, computed = 0.0, 0.0
     view = crowded_view(3)
-    policy = create_policy("random", seed=3)
+    policy = create_policy("round_robin")
     calls = 0
 
     class Failing(type(policy)):  # type: ignore[misc]

@@ -23,6 +23,7 @@ from predictor.training.rows_data_module import request_rows
 from rescheduler.simulator.forecasts.forecast_arrays import (
     ForecastArrays,
     expected_remaining,
+    splitmix64,
     survival_row,
 )
 from rescheduler.simulator.forecasts.forecast_sources import (
@@ -57,6 +58,10 @@ def survival(
 
 def remaining(f: ForecastArrays, generated: int, output: int, number: int = 0) -> float:
     return float(expected_remaining(f, number, -1, generated, output))
+
+
+def test_draws_are_those_of_splitmix64() -> None:
+    assert splitmix64(np.uint64(0)) == 0xE220A8397B1DCDAF  # its published first number
 
 
 def test_an_oracle_knows_the_length_and_nothing_is_known_without_one() -> None:
