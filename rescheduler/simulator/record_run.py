@@ -111,12 +111,15 @@ class _Seen:
             )
             for g in range(view.n_instances)
         ]
+        assert view.since_move is not None  # the simulator says it of every request
+        stays = view.since_move == CANNOT_MOVE
+        phases = [Phase.PLACED.value if stay else Phase.DECODING.value for stay in stays]
         numbers, shown = running + waiting, slice(len(waiting))
         unknown = [UNKNOWN] * len(numbers)
         requests = Requests(
             number=numbers,
             name=[f"#{number}" for number in numbers],
-            phase=[phase.value for phase in _phases(view)] + [Phase.WAITING.value] * len(waiting),
+            phase=phases + [Phase.WAITING.value] * len(waiting),
             instance=view.instance.tolist() + [UNKNOWN] * len(waiting),
             target=unknown,
             prompt=view.prompt_tokens.tolist() + view.waiting_prompt_tokens[shown].tolist(),
@@ -168,8 +171,3 @@ class _Seen:
             reason=self._planner,
             outcome="moved",
         )
-
-
-def _phases(view: ClusterView) -> list[Phase]:
-    assert view.since_move is not None  # the simulator says it of every request
-    return [Phase.PLACED if since == CANNOT_MOVE else Phase.DECODING for since in view.since_move]

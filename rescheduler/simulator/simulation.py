@@ -44,7 +44,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
 )
 from rescheduler.simulator.results.run_result import LoadSeries, RequestRecords, RunResult
 from rescheduler.simulator.run_setup import RunSetup
-from rescheduler.simulator.workloads.trace import Trace, first_requests, timed_blocks
+from rescheduler.simulator.workloads.trace import first_requests, timed_blocks
 
 __all__ = ["Simulation", "run"]
 
@@ -100,7 +100,9 @@ class Simulation:
         known = None
         early = config.prefill.kind == "chunked" and setup.forecast.of_hidden_states
         if setup.forecast.needs_lengths or policy.needs_lengths or early:
-            known = _length_sample(setup.trace, seed)
+            # Known before: of other draws, or a file's first ones.
+            generator = np.random.default_rng((seed, _OTHER_DRAW))
+            known = first_requests(setup.trace, generator, _SAMPLE_REQUESTS).output
         self.policy = policy if known is None else policy.with_lengths(known)
         self.forecast: ForecastArrays = setup.forecast.arrays(known, seed)
         if early:
@@ -453,9 +455,3 @@ def _idle_budget(rules: Rules) -> float:
     return prefill_budget(
         service.batches, service.ttft, service.tpot, none, whole, whole, service.whole_steps
     )
-
-
-def _length_sample(trace: Trace, seed: int) -> npt.NDArray[Any]:
-    """Return output lengths that were known before: of other draws, or a file's first ones."""
-    generator = np.random.default_rng((seed, _OTHER_DRAW))
-    return first_requests(trace, generator, _SAMPLE_REQUESTS).output

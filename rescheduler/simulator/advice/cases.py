@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rescheduler.routing import RoutingPolicy, create_policy
+from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import ArrivalsConfig, SimulationConfig
 from rescheduler.simulator.engine.step_metrics import power_model
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
@@ -220,14 +220,10 @@ def case_figures(
         step_time=step_time,
         power=power_model(config.power),
     )
-    result = run(setup, _policy(case), seed, case.key)
+    result = run(setup, create_policy(case.policy, **case.options), seed, case.key)
     figures = run_metrics(result, config.slo)
     requests = result.requests
     figures["requests"] = float(len(requests.number))
     if len(requests.number):
         figures["latency"] = float(np.mean(requests.end - requests.arrival))
     return figures
-
-
-def _policy(case: Case) -> RoutingPolicy:
-    return create_policy(case.policy, **case.options)

@@ -82,6 +82,7 @@ def groups(
     found = []
     for values in itertools.product(*vary.values()):
         varied = dict(zip(vary, values, strict=True))
+        said = ", ".join(f"{key}={value}" for key, value in varied.items()) or "as configured"
         config = changed_config(base, varied)
         for choice in config.candidate_choices():
             alone = asdict(config)
@@ -91,7 +92,7 @@ def groups(
             alone["migration"]["planners"] = [{"name": planner.name, **planner.options}]
             alone["orders"] = [{"name": order.name, **order.options}]
             cells = [
-                Cell(_key(alone, seed), alone, seed, _title(choice.label, seed, varied))
+                Cell(_key(alone, seed), alone, seed, f"{choice.label}, {said}, seed {seed}")
                 for seed in range(config.seeds)
             ]
             found.append(Group(case, varied, choice.label, cells))
@@ -208,8 +209,3 @@ def _key(config: dict[str, Any], seed: int) -> str:
                 files[f"{section}.{option}"] = [status.st_size, status.st_mtime_ns]
     text = json.dumps([config, seed, files], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
-def _title(label: str, seed: int, varied: Mapping[str, Any]) -> str:
-    said = ", ".join(f"{key}={value}" for key, value in varied.items())
-    return f"{label}, {said or 'as configured'}, seed {seed}"

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data_collection.versions import source_commit
 from rescheduler.simulator.experiments.cells import (
@@ -94,7 +94,8 @@ def compute(
         refuse_foreign_folder(out, verb, results, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     cells = cells_of(found)
-    traces = announce_traces(verb, _traces(cells))
+    different = {repr(cell.config["trace"]): cell.config["trace"] for cell in cells}
+    traces = announce_traces(verb, list(different.values()))
     figures = _finished(folder, cells)
     missing = [cell for cell in cells if cell.key not in figures]
     failed: list[tuple[Cell, str]] = []
@@ -120,11 +121,6 @@ def compute(
         if (runs := [figures[cell.key] for cell in group.cells if cell.key in figures])
     ]
     return Computed(rows, failed, len(cells) - len(figures), len(cells), interrupted, traces)
-
-
-def _traces(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the different traces of cells, in their order."""
-    return list({repr(cell.config["trace"]): cell.config["trace"] for cell in cells}.values())
 
 
 def _finished(folder: Path, cells: Sequence[Cell]) -> dict[str, Figures]:

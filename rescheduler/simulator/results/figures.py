@@ -39,10 +39,12 @@ def draw_loads(runs: Sequence[RunResult]) -> Any:
 
     As in paper 000, Figure 6.
     """
+    from matplotlib import colormaps
+
     figure, panels = create_panels(len(runs), columns=2, size=(5.6, 2.7))
     top = max((run.series.load.max(initial=0) for run in runs), default=0)
     for axes, run in zip(panels, runs, strict=True):
-        colours = _instance_colours(run.n_instances)
+        colours = colormaps["viridis"](np.linspace(0.0, 0.92, run.n_instances))
         for g in range(run.n_instances):
             load = run.series.load[:, g] / 1e3
             axes.plot(run.series.step, load, color=colours[g], linewidth=0.6, alpha=0.85)
@@ -143,12 +145,6 @@ def create_panels(
     for spare in panels[n:]:
         spare.remove()
     return figure, panels[:n]
-
-
-def _instance_colours(n: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](np.linspace(0.0, 0.92, n))
 
 
 def running_mean(values: Any, parts: int, whole: bool = False) -> Any:
