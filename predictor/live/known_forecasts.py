@@ -40,8 +40,8 @@ class KnownForecasts(SchedulerPart):
         given = scheduler.vllm_config.additional_config
         config = read_capture_config(given, LiveConfig) if SECTION in given else LiveConfig()
         forecast = config.forecast
-        reads = forecast is not None and _reads_repetition(forecast.checkpoint)
-        self._k = config.k if reads else 0
+        inputs = () if forecast is None else load_predictor(forecast.checkpoint).inputs
+        self._k = 0 if {"repetition", "repeated_suffix"}.isdisjoint(inputs) else config.k
         self._steps = 0
         if self._k:
             repetition(np.zeros(0, dtype=np.int64))  # compiled before the first request comes
@@ -77,10 +77,6 @@ class KnownForecasts(SchedulerPart):
             forecasts.edges, forecasts.survival[row : row + 1], forecasts.tokens_left[row]
         )
         return fresh.aged(since)
-
-
-def _reads_repetition(checkpoint: str) -> bool:
-    return not {"repetition", "repeated_suffix"}.isdisjoint(load_predictor(checkpoint).inputs)
 
 
 def _repetition(request: Any) -> tuple[float, float]:

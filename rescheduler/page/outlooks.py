@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rescheduler.finish_times.ahead_metrics import wanted_instances
-from rescheduler.finish_times.fleet_load import PoolLoad
 from rescheduler.page.snapshot import Finishes, Outlook
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.proxy.finish_reports import FinishReports
@@ -49,7 +48,9 @@ class Outlooks:
         )
         if load is None or later is None:
             return None
-        now, tokens = self._clock(), _tokens(load)
+        spread = _DEVIATIONS * load.tokens_deviation
+        tokens = [round(max(0.0, load.tokens + by)) for by in (-spread, 0.0, spread)]
+        now = self._clock()
         self._foretold.append(_Foretold(now, tokens))
         due = now - SECONDS
         while len(self._foretold) > 1 and self._foretold[1].at <= due:
@@ -76,8 +77,3 @@ class Outlooks:
             broken=promises["broken"],
             refused=promises["refused"],
         )
-
-
-def _tokens(load: PoolLoad) -> list[int]:
-    spread = _DEVIATIONS * load.tokens_deviation
-    return [round(max(0.0, load.tokens + by)) for by in (-spread, 0.0, spread)]

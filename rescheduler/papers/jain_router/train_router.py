@@ -136,7 +136,10 @@ def train_routers(
     ]
     settings |= {"variants": list(variants), "pooled": pooled, "cases": cases or {}}
     settings["checkpoints"] = {
-        label: {folder: _digest(Path(folder)) for folder in folders}
+        label: {
+            folder: hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
+            for folder in folders
+        }
         for label, folders in checkpoints.items()
     }
     write_study(out, notes | settings, _rows(played), table, figures)
@@ -179,10 +182,6 @@ def _write_checkpoints(
                 folders.append(out / "router")
             for folder in folders:
                 replace(run.checkpoint, provenance=provenance).save(folder)
-
-
-def _digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def _rows(played: dict[str, CaseFigures]) -> list[dict[str, Any]]:

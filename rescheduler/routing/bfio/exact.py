@@ -68,7 +68,7 @@ def solve_exactly(
     """
     parameters = np.array([-1.0 if starvation is None else starvation])
     start = empty_target(inputs)
-    bfio_fast(_copy(inputs), parameters, start)
+    bfio_fast(RoutingInputs._make(array.copy() for array in inputs), parameters, start)
     must = must_admit(inputs, parameters[0]) >= 0
     admitted = int((start >= 0).sum())
     most = min(len(start), int(np.clip(inputs.slots, 0, len(start)).sum()))
@@ -98,10 +98,6 @@ def imbalance_of(inputs: RoutingInputs, instance: IntArray) -> float:
     load, brought = loads_ahead(inputs, np.arange(len(instance)), *foresight(inputs))
     np.add.at(load, instance[instance >= 0], brought[instance >= 0])
     return float((len(load) * load.max(axis=0) - load.sum(axis=0)).sum())
-
-
-def _copy(inputs: RoutingInputs) -> RoutingInputs:
-    return RoutingInputs._make(array.copy() for array in inputs)
 
 
 def _solve(
