@@ -96,7 +96,7 @@ VERBS = {
     "papers train-length": Verb(
         "rescheduler.papers.prompt_length.train_length:train_length", "predict lengths from prompts"
     ),
-    "doctor": Verb("rescheduler.commands.doctor:doctor", "check the installation"),
+    "doctor": Verb("rescheduler.doctor.doctor:doctor", "check the installation, or an engine"),
 }
 """What ``headway`` does: verbs, and verbs with a name that follows them."""
 
@@ -123,7 +123,7 @@ Routing policies on a simulated cluster:
   headway simulate --config bfio_table1
 
 Forecasts of a vLLM server that runs with Headway's worker (docs/observe.md):
-  headway watch --connect tcp://127.0.0.1:5557
+  headway doctor --telemetry tcp://127.0.0.1:5557
 
 Every verb takes --help, --config FILE.yaml, --print-config and --verbose; headway --version prints
 the version.

@@ -24,7 +24,7 @@ from rescheduler.telemetry.telemetry_view import FinishedForecasts, TelemetryVie
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["TelemetrySubscriber"]
+__all__ = ["TelemetrySubscriber", "open_subscription"]
 
 _UNTAKEN_FINISHED = 10_000
 _KEPT_MESSAGES = 64
@@ -132,17 +132,7 @@ class TelemetrySubscriber:
         """Open a socket; return its endpoint, with the port that it got."""
         socket = self._context.socket(zmq.SUB)
         self._sockets[socket] = endpoint
-        socket.setsockopt(zmq.SUBSCRIBE, TOPIC.partition(b"/")[0])
-        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
-        socket.setsockopt(zmq.RCVHWM, _KEPT_MESSAGES)
-        notice_lost_peers(socket)
-        if keys is not None:
-            self._authenticator = apply_curve(socket, keys, "watcher", self._binds)
-        try:
-            (bind_socket if self._binds else connect_socket)(socket, endpoint)
-        except zmq.ZMQError as error:
-            why = _WHY.get(error.errno or 0) or error.strerror or error
-            raise TelemetryError(f"{endpoint}: {why}") from error
+        self._authenticator = open_subscription(socket, endpoint, keys, self._binds)
         if not self._binds:
             return endpoint
         last = socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -190,8 +180,37 @@ class TelemetrySubscriber:
         self._context.term()
 
 
+def open_subscription(
+    socket: "zmq.Socket[bytes]", endpoint: str, keys: Path | str | None, binds: bool = False
+) -> ThreadAuthenticator | None:
+    """Subscribe a socket to telemetry, and connect or bind it.
+
+    Returns:
+        The handler of keys, where it binds with some.
+
+    Raises:
+        TelemetryError: names the endpoint that cannot be used, and why.
+    """
+    socket.setsockopt(zmq.SUBSCRIBE, TOPIC.partition(b"/")[0])
+    socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+    socket.setsockopt(zmq.RCVHWM, _KEPT_MESSAGES)
+    notice_lost_peers(socket)
+    authenticator = None
+    if keys is not None:
+        authenticator = apply_curve(socket, keys, "watcher", binds)
+    try:
+        (bind_socket if binds else connect_socket)(socket, endpoint)
+    except zmq.ZMQError as error:
+        if authenticator is not None:
+            socket.close(linger=0)
+            authenticator.stop()
+        why = _WHY.get(error.errno or 0) or error.strerror or error
+        raise TelemetryError(f"{endpoint}: {why}") from error
+    return authenticator
+
+
 _WHY = {
-    errno.EADDRINUSE: "the port is in use: does another watcher run? Give another endpoint to bind",
+    errno.EADDRINUSE: "the port is in use: does another subscriber run? Bind another endpoint",
     errno.EADDRNOTAVAIL: "this machine has no such address to bind",
     errno.ENODEV: "this machine has no such address to bind",
     errno.EINVAL: "not a ZMQ endpoint; expected something like tcp://127.0.0.1:5557",

@@ -2,6 +2,9 @@
 
 import importlib.util
 import platform
+from pathlib import Path
+
+from rich.console import Console
 
 from data_collection.versions import (
     NEWEST_CPU_VLLM,
@@ -12,14 +15,16 @@ from data_collection.versions import (
     supported_vllm,
     vllm_version,
 )
-from rescheduler.commands.model_findings import Finding, model_findings
+from rescheduler.doctor.forecast_screen import forecast_screen
+from rescheduler.doctor.model_findings import Finding, model_findings
+from rescheduler.telemetry.first_snapshot import first_snapshot
 
 __all__ = ["doctor", "examine"]
 
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
-def doctor(model: str | None = None) -> int:
+def doctor(model: str | None = None, telemetry: str | None = None, keys: Path | None = None) -> int:
     """Check the installation: packages, the vLLM runner, and whether NIXL loads.
 
     Every problem comes with its remedy. The exit status is 1 when there is a problem; notes,
@@ -27,7 +32,18 @@ def doctor(model: str | None = None) -> int:
 
     Args:
         model: say also what works with this model: an id, a folder, or smollm2.
+        telemetry: instead show the requests of a running engine and their forecasts, once: its
+            endpoint, such as tcp://127.0.0.1:5557.
+        keys: folder of keys created by `headway keys`, which telemetry needs off the loopback.
     """
+    if telemetry is not None:
+        if model is not None:
+            raise ValueError("give either a model or the telemetry of an engine, not both")
+        console = Console()
+        console.print(forecast_screen(first_snapshot(telemetry, keys), *console.size))
+        return 0
+    if keys is not None:
+        raise ValueError("keys are for the telemetry of an engine: give its endpoint, too")
     findings = [*examine(), *(model_findings(model) if model is not None else [])]
     width = max(len(finding.what) for finding in findings)
     for finding in findings:

@@ -1,0 +1,1 @@
+"""`headway doctor`: what works here, and what an engine forecasts now."""
