@@ -63,15 +63,15 @@ class FinishedLog:
         self._file = path.open("ab", buffering=0)
         os.ftruncate(self._file.fileno(), _size_of_whole_lines(path))
 
-    def append(self, scored: ScoredRequest) -> None:
-        """Write one line; skip a request whose model is unknown.
+    def append(self, scored: ScoredRequest) -> bool:
+        """Write one line; return whether the request's model is known, else skip it.
 
         Raises:
             OSError: the disk is full; nothing of the line is left.
         """
         finished = scored.finished
         if not finished.model:
-            return
+            return False
         logged = LoggedRequest(
             request_id=finished.event.request_id,
             instance=finished.instance.name,
@@ -89,6 +89,7 @@ class FinishedLog:
         if self._file.write(line) != len(line):
             os.ftruncate(self._file.fileno(), before)
             raise OSError(errno.ENOSPC, "no room for another line", self._file.name)
+        return True
 
     def close(self) -> None:
         """Close the file."""
@@ -102,7 +103,7 @@ def read_finished_log(path: Path) -> Iterator[LoggedRequest]:
         ValueError: the file is not there, or a whole line is none of a log.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; `headway watch --log {path}` writes one")
+        raise ValueError(f"{path}: no such file; give --telemetry, and {path} is written first")
     for number, line in enumerate(text_lines(path, half_line=False), start=1):
         if line.strip():
             yield _parsed(path, number, line)

@@ -1,7 +1,9 @@
 """`headway evaluate recalibrate`: recalibrate a predictor on served requests."""
 
 import shutil
+import time
 from collections import deque
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,15 +13,27 @@ from predictor.evaluation.survival_metrics import LEVELS, coverage
 from predictor.forecasts.recalibration import fit_recalibration
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.survival_mlp import SurvivalMLP
-from rescheduler.monitoring.finished_log import LoggedRequest, read_finished_log
+from rescheduler.monitoring.finished_log import FinishedLog, LoggedRequest, read_finished_log
+from rescheduler.monitoring.forecast_quality import score
+from rescheduler.telemetry.first_snapshot import first_snapshot
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 __all__ = ["recalibrate"]
 
 _FEWEST_REQUESTS = 30
 _DATASET_CARD = "dataset_card.md"
+_LISTENING_SECONDS = 0.5
+_LINE_SECONDS = 30.0
 
 
-def recalibrate(checkpoint: str, finished: Path, out: Path, last: int = 500) -> None:
+def recalibrate(
+    checkpoint: str,
+    finished: Path,
+    out: Path,
+    last: int = 500,
+    telemetry: str | list[str] | None = None,
+    keys: Path | None = None,
+) -> None:
     """Recalibrate a predictor on the requests that it forecast.
 
     The network stays as it is; what it calls an 80% interval holds 80% of the ends again. The
@@ -27,9 +41,12 @@ def recalibrate(checkpoint: str, finished: Path, out: Path, last: int = 500) -> 
 
     Args:
         checkpoint: folder or Hugging Face id of the survival model that served.
-        finished: log of finished requests, written by `headway watch --log`.
+        finished: log of finished requests.
         out: new folder for the recalibrated checkpoint.
         last: number of requests to use, the newest that ran to completion.
+        telemetry: first listen to an engine until so many more requests have ended, and append
+            them to the log: its endpoint, such as tcp://127.0.0.1:5557, or a list of several.
+        keys: folder of keys created by `headway keys`, which telemetry needs off the loopback.
     """
     if out.exists():
         raise ValueError(f"{out}: already exists; choose a new folder")
@@ -41,12 +58,14 @@ def recalibrate(checkpoint: str, finished: Path, out: Path, last: int = 500) -> 
             f"{checkpoint}: predicts one number, which has no probabilities to recalibrate; give "
             "a checkpoint trained with configs/predictor/survival.yaml"
         )
+    if telemetry is not None:
+        _listen([telemetry] if isinstance(telemetry, str) else telemetry, keys, finished, last)
     requests = _newest(finished, last)
     _refuse_other_predictors(requests, finished, predictor)
     if len(requests) < _FEWEST_REQUESTS:
         raise ValueError(
             f"{finished}: {len(requests)} requests ran to their end, at least "
-            f"{_FEWEST_REQUESTS} are needed; let `headway watch --log {finished}` run longer"
+            f"{_FEWEST_REQUESTS} are needed; give --telemetry to add more"
         )
     levels = np.concatenate([request.levels for request in requests])
     cut = np.concatenate([np.full(len(r.levels), r.cut) for r in requests])
@@ -72,6 +91,26 @@ def recalibrate(checkpoint: str, finished: Path, out: Path, last: int = 500) -> 
     if dataset_card.is_file():
         shutil.copyfile(dataset_card, out / _DATASET_CARD)
     print(f"\nwrote {out}")
+
+
+def _listen(endpoints: list[str], keys: Path | None, finished: Path, number: int) -> None:
+    """Append the next requests that end to a log."""
+    for endpoint in endpoints:
+        first_snapshot(endpoint, keys)
+    with (
+        closing(FinishedLog(finished)) as log,
+        TelemetrySubscriber(endpoints, keys=keys) as subscriber,
+    ):
+        print(f"listening to {', '.join(endpoints)}; Ctrl-C keeps what {finished} has by then")
+        logged, next_line = 0, time.monotonic()
+        while logged < number:
+            for scored in map(score, subscriber.take_finished()):
+                if scored is not None:
+                    logged += log.append(scored)
+            if time.monotonic() >= next_line:
+                print(f"{logged} of {number} requests have ended", flush=True)
+                next_line += _LINE_SECONDS
+            time.sleep(_LISTENING_SECONDS)
 
 
 def _newest(finished: Path, last: int) -> list[LoggedRequest]:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from published_telemetry import Engine, frames
+from published_telemetry import Engine, endpoint_of, frames, publisher
 
 from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.forecasts.recalibration import Recalibration
@@ -209,7 +209,7 @@ def test_a_broken_line_of_a_log_is_named(tmp_path: Path) -> None:
     path.write_text(f"{first}\n{json.dumps(entry)}\n")
     with pytest.raises(ValueError, match=r"line 2.*as many of"):
         list(read_finished_log(path))
-    with pytest.raises(ValueError, match="headway watch --log"):
+    with pytest.raises(ValueError, match="no such file; give --telemetry"):
         list(read_finished_log(tmp_path / "none.jsonl"))
 
 
@@ -261,6 +261,39 @@ def test_recalibrating_mends_the_coverage(
     twice = load_predictor(str(tmp_path / "recalibrated twice"))
     assert isinstance(twice, SurvivalMLP)
     assert coverage_80_of(twice.recalibration, wrong_by=0.5) == pytest.approx(0.8, abs=0.06)
+
+
+def test_an_engine_is_listened_to_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, log = survival_checkpoint(tmp_path / "served"), tmp_path / "finished.jsonl"
+    predictor = load_predictor(str(checkpoint))
+    assert isinstance(predictor, SurvivalMLP)
+    engine, done = Engine(), threading.Event()
+    with publisher(bind=True) as sender:
+
+        def serve() -> None:
+            while not done.wait(0.01):
+                sender.send_multipart(frames(engine.start()))
+                engine.decode(10)
+                snapshot = engine.snapshot()
+                snapshot = msgspec.structs.replace(snapshot, checkpoint=predictor.fingerprint())
+                sender.send_multipart(frames(snapshot))
+                if len(engine.running) > 3:
+                    sender.send_multipart(frames(engine.finish()))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            out = tmp_path / "out"
+            recalibrate(str(checkpoint), log, out, last=40, telemetry=endpoint_of(sender))
+        finally:
+            done.set()
+            thread.join()
+    logged = list(read_finished_log(log))
+    assert len({request.request_id for request in logged}) == len(logged) >= 40
+    printed = capsys.readouterr().out
+    assert "0 of 40 requests have ended" in printed
+    assert "coverage on the 40 requests" in printed
+    assert isinstance(load_predictor(str(out)), SurvivalMLP)
 
 
 def test_only_the_last_requests_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
