@@ -10,7 +10,7 @@ _LEVELS = (50, 80, 90)
 
 
 def forecasts() -> Dashboard:
-    """Return the dashboard of what `headway watch` exports."""
+    """Return the dashboard of what the proxy tells of forecasts and telemetry."""
     dashboard = new_dashboard(
         "Headway: forecasts",
         "headway-forecasts",
@@ -115,7 +115,7 @@ def _telemetry(dashboard: Dashboard) -> None:
     dashboard.with_panel(
         graph(
             "Messages that went wrong",
-            "`lost` between engine and watcher, `malformed`, `duplicated`, `outdated`, or "
+            "`lost` between engine and proxy, `malformed`, `duplicated`, `outdated`, or "
             "`foreign`: two engines of one name.",
             "ops",
             {

@@ -63,7 +63,6 @@ VERBS = {
     "ray status": Verb(f"{_RAY}.operate:status", "show what runs"),
     "ray restart": Verb(f"{_RAY}.operate:restart", "restart its engines, one by one"),
     "ray stop": Verb(f"{_RAY}.operate:stop", "stop it"),
-    "watch": Verb("rescheduler.monitoring.watch:watch", "show forecasts of running requests"),
     "profile": Verb("rescheduler.profiling.profile_command:profile", "measure step times"),
     "keys": Verb("predictor.live.zmq_sockets:keys", "create keys for telemetry between machines"),
     "rehearse": Verb(

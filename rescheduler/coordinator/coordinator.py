@@ -116,6 +116,8 @@ class Coordinator:
         """Ask every instance how it is, hear the proxies, and begin to plan and drain."""
         cluster = self.cluster
         await cluster.start()
+        if self.metrics.scores is not None:
+            cluster.forever(self.metrics.scores.run())
         cluster.forever(self.drainer.run())
         if cluster.planner is not None:
             planned = self.metrics.planning.observe

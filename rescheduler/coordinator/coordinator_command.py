@@ -55,7 +55,7 @@ async def _coordinate(deployment: Deployment, record: Path | None) -> None:
     ended = asyncio.Event()
     end_when_asked(ended)
     coordinator = Coordinator(deployment)
-    feed = SnapshotFeed(LiveSnapshots(coordinator.cluster))
+    feed = SnapshotFeed(LiveSnapshots(coordinator.cluster, scores=coordinator.metrics.scores))
     admin = AdminListener(coordinator.drainer, deployment.proxy.admin_port, feed=feed)
     options, stack = coordinator.options, AsyncExitStack()
     try:

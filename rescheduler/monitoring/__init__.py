@@ -1,1 +1,1 @@
-"""Forecasts watched while they are used: quality, metrics, recalibration."""
+"""How good the forecasts of running engines are: scores, metrics, recalibration."""

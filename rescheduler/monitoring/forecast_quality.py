@@ -163,14 +163,10 @@ class ForecastQuality:
         self._requests: deque[ForecastFigures] = deque(maxlen=_WINDOW)
         self.scored = 0
 
-    def add(self, finished: FinishedForecasts) -> ScoredRequest | None:
-        """Score the forecasts of a request that ended; None if it had no forecasts."""
-        scored = score(finished)
-        if scored is None:
-            return None
+    def add(self, figures: ForecastFigures) -> None:
+        """Count a request by its figures."""
         self.scored += 1
-        self._requests.append(scored.figures())
-        return scored
+        self._requests.append(figures)
 
     def figures(self) -> ForecastFigures | None:
         """Return the figures of the window; None before the first request."""
@@ -221,9 +217,9 @@ class LastHour:
     def __init__(self) -> None:
         self._minutes: deque[tuple[int, ForecastFigures]] = deque()
 
-    def add(self, scored: ScoredRequest, now: float) -> None:
-        """Count a request that ends now."""
-        minute, parts = _minute(now), [scored.figures()]
+    def add(self, figures: ForecastFigures, now: float) -> None:
+        """Count a request that ends now by its figures."""
+        minute, parts = _minute(now), [figures]
         if self._minutes and self._minutes[-1][0] == minute:
             parts.append(self._minutes.pop()[1])
         total = ForecastFigures.total(parts)

@@ -1,18 +1,18 @@
 """Snapshots of a proxy that serves, or of all proxies of a coordinator."""
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Generic, NamedTuple
 
 from msgspec.structs import replace
 
 from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.monitoring.forecast_quality import MIN_REQUESTS, LastHour, score
+from rescheduler.monitoring.forecast_quality import MIN_REQUESTS
+from rescheduler.monitoring.forecast_scores import ForecastScores
 from rescheduler.page.expectations import foreseen, known
 from rescheduler.page.outlooks import Outlooks
 from rescheduler.page.snapshot import (
@@ -34,7 +34,7 @@ from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import InstanceKey
 
-__all__ = ["EngineSteps", "LiveAccuracy", "LiveSnapshots", "Look"]
+__all__ = ["EngineSteps", "LiveSnapshots", "Look", "accuracy"]
 
 
 class _Seen(NamedTuple):
@@ -83,48 +83,6 @@ class EngineSteps:
         return _Seen(epoch, step, received, (received - before.received) / (step - before.step))
 
 
-class LiveAccuracy:
-    """Scores the requests that end while somebody watches; nothing is kept otherwise."""
-
-    def __init__(
-        self, telemetry: TelemetrySubscriber, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._telemetry, self._clock = telemetry, clock
-        self._hour = LastHour()
-        self._scoring = threading.Lock()
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Have the forecasts of running requests kept while the body runs."""
-        self._telemetry.keep_history(True)
-        try:
-            yield
-        finally:
-            self._telemetry.keep_history(False)
-
-    def now(self) -> Accuracy | None:
-        """Score what has ended, and return the figures of the last hour; None without any."""
-        with self._scoring:
-            now = self._clock()
-            for finished in self._telemetry.take_finished():
-                scored = score(finished)
-                if scored is not None:
-                    self._hour.add(scored, now)
-            figures, drift = self._hour.figures(now), self._hour.drift(now)
-        if figures is None:
-            return None
-        alarm = None if figures.requests < MIN_REQUESTS else figures.alarm() or ""
-        return Accuracy(
-            requests=figures.requests,
-            coverage=[round(share, 4) for share in figures.coverage().values()],
-            error=round(figures.mae(), 1),
-            bias=round(figures.bias(), 1),
-            late=round(figures.late_share(), 4),
-            alarm=alarm,
-            drift=drift,
-        )
-
-
 _LONGEST_NAME = 40
 _SECONDS = 0.5
 
@@ -138,7 +96,7 @@ class Look:
         viewed: names of the decode instances that the view is of; all but those left out.
         seen: all but what is expected. Of the decode instances only what the view does not say;
             its requests are those of the view, running and waiting, and then all others.
-        accuracy: scores the forecasts of what has ended.
+        accuracy: says how good the forecasts were.
     """
 
     view: ClusterView
@@ -158,6 +116,7 @@ class LiveSnapshots(Generic[R]):
         cluster: the instances and their requests.
         seconds: between two looks.
         reports: when its requests will finish; None: nobody says.
+        scores: of the forecasts; None: nobody scores them.
     """
 
     def __init__(
@@ -165,6 +124,7 @@ class LiveSnapshots(Generic[R]):
         cluster: Cluster[R],
         seconds: float = _SECONDS,
         reports: FinishReports | None = None,
+        scores: ForecastScores | None = None,
     ) -> None:
         deployment = cluster.deployment
         self.about = About(
@@ -176,15 +136,11 @@ class LiveSnapshots(Generic[R]):
         )
         self._cluster = cluster
         telemetry = cluster.telemetry
-        self._accuracy = None if telemetry is None else LiveAccuracy(telemetry)
+        self._scores = scores
         self._steps = None if telemetry is None else EngineSteps(telemetry)
         self._outlooks = None if reports is None else Outlooks(reports, cluster.decodes)
         self._numbers: dict[str, int] = {}
         self._next = count()
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Have forecasts kept while the body runs, to score them."""
-        return nullcontext() if self._accuracy is None else self._accuracy.kept()
 
     def look(self) -> Look:
         """Look at the cluster, in its event loop."""
@@ -220,8 +176,7 @@ class LiveSnapshots(Generic[R]):
             finishes=None if self._outlooks is None else self._outlooks.finishes(),
             outlook=None if self._outlooks is None else self._outlooks.now(),
         )
-        accuracy = (lambda: None) if self._accuracy is None else self._accuracy.now
-        return Look(view, [one.name for one in viewed], seen, accuracy)
+        return Look(view, [one.name for one in viewed], seen, partial(accuracy, self._scores))
 
     def _number(self, id: str) -> int:
         number = self._numbers.get(id)
@@ -239,6 +194,27 @@ class LiveSnapshots(Generic[R]):
             kv_tokens=sum(request.context_tokens for request in requests),
             step_seconds=None if step_seconds is None else round(step_seconds, 5),
         )
+
+
+def accuracy(scores: ForecastScores | None) -> Accuracy | None:
+    """Return how good the forecasts of the last hour were; None where none was scored."""
+    if scores is None:
+        return None
+    with scores.lock:
+        now = time.monotonic()
+        figures, drift = scores.hour.figures(now), scores.hour.drift(now)
+    if figures is None:
+        return None
+    alarm = None if figures.requests < MIN_REQUESTS else figures.alarm() or ""
+    return Accuracy(
+        requests=figures.requests,
+        coverage=[round(share, 4) for share in figures.coverage().values()],
+        error=round(figures.mae(), 1),
+        bias=round(figures.bias(), 1),
+        late=round(figures.late_share(), 4),
+        alarm=alarm,
+        drift=drift,
+    )
 
 
 def _columns(

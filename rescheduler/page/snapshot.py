@@ -160,8 +160,7 @@ class MoveReport(msgspec.Struct, frozen=True, kw_only=True):
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """How good the forecasts of the requests were that ended within the last hour.
 
-    Every forecast of a request counts, against the tokens that came after it. Requests that ended
-    while nobody watched or recorded are not among them.
+    Every forecast of a request counts, against the tokens that came after it.
 
     Attributes:
         requests: how many.

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
@@ -28,10 +28,6 @@ class Source(Protocol):
 
     def look(self) -> _Look:
         """Look, in the event loop; what was seen becomes a snapshot in another thread."""
-        ...
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Keep up, while the body runs, what is kept up only while anybody watches."""
         ...
 
 
@@ -87,14 +83,13 @@ class SnapshotFeed:
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
-        with self._source.watched():
-            while True:
-                try:
-                    self._publish(await asyncio.to_thread(_line, self._source.look().snapshot))
-                except Exception:  # the next one may succeed
-                    logger.exception("a snapshot failed")
-                due = max(due + self._source.about.seconds, loop.time())
-                await asyncio.sleep(due - loop.time())
+        while True:
+            try:
+                self._publish(await asyncio.to_thread(_line, self._source.look().snapshot))
+            except Exception:  # the next one may succeed
+                logger.exception("a snapshot failed")
+            due = max(due + self._source.about.seconds, loop.time())
+            await asyncio.sleep(due - loop.time())
 
 
 def _line(snapshot: Callable[[], Snapshot]) -> bytes:

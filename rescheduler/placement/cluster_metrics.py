@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rescheduler.monitoring.forecast_metrics import ForecastMetrics
+from rescheduler.monitoring.forecast_scores import ForecastScores
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.placeable import R
 
@@ -24,6 +26,9 @@ class ClusterMetrics(Collector, Generic[R]):
         prefix: of their names.
         tasks: what is told of the event loop's tasks.
         others: of the same process.
+
+    Attributes:
+        scores: of the forecasts; None where no engine publishes any.
     """
 
     def __init__(
@@ -38,6 +43,10 @@ class ClusterMetrics(Collector, Generic[R]):
         )
         for collector in (self, *others):
             self._registry.register(collector)
+        self.scores: ForecastScores | None = None
+        if cluster.telemetry is not None:
+            self.scores = ForecastScores(cluster.telemetry)
+            self._registry.register(ForecastMetrics(cluster.telemetry, self.scores))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges as they are now."""

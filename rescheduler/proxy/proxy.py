@@ -92,6 +92,8 @@ class Proxy:
     async def start(self) -> None:
         """Ask every instance how it is, and begin to watch, plan and drain."""
         await self.cluster.start()
+        if self.metrics.scores is not None:
+            self.cluster.forever(self.metrics.scores.run())
         self.cluster.forever(self.watch.run())
         self.cluster.forever(self.flow.leases.run())
         if self.reports is not None:

@@ -59,7 +59,9 @@ class Listeners:
 
     def __init__(self, proxy: Proxy, admin_token: str = "") -> None:
         self.url = ""
-        self.feed = SnapshotFeed(LiveSnapshots(proxy.cluster, reports=proxy.reports))
+        self.feed = SnapshotFeed(
+            LiveSnapshots(proxy.cluster, reports=proxy.reports, scores=proxy.metrics.scores)
+        )
         self._proxy, self._options = proxy, proxy.deployment.proxy
         self._clients = web.AppRunner(
             http_app(proxy), handler_cancellation=True, shutdown_timeout=CLEANUP_SECONDS

@@ -106,13 +106,10 @@ class TelemetrySubscriber:
             times = [view.received for key, view in instances if key.name == name]
         return max(times, default=None)
 
-    def keep_history(self, keep: bool) -> None:
-        """Keep the forecasts of running requests from now on, or no longer.
-
-        Requests that have ended without are dropped.
-        """
+    def keep_history(self) -> None:
+        """Keep the forecasts of running requests from now on; drop requests that ended without."""
         with self.lock:
-            self.view.keep_history(keep)
+            self.view.keep_history()
             self._finished.clear()
 
     def close(self) -> None:

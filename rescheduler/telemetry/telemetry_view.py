@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _KEPT_FORECASTS = 256  # of a running request; beyond, every second one goes
-_KEPT_OF_ALL = 1 << 18  # of an engine's running requests; beyond, fewer are kept of each
+_KEPT_OF_ALL = 1 << 15  # of an engine's running requests, 8 MB; beyond, fewer are kept of each
 _KEPT_FINISHED = 20_000
 _KEPT_VANISHED = 1_000
 _KEPT_GAPS = 1_000
@@ -114,11 +114,6 @@ class RunningRequest:
         if len(self.forecasts) > most:
             del self.forecasts[1::2]
             self._stride *= 2
-
-    def drop_forecasts(self) -> None:
-        """Keep none of the forecasts so far."""
-        self.forecasts.clear()
-        self._stride, self._skipped = 1, 0
 
 
 class _SequenceNumbers:
@@ -219,8 +214,7 @@ class TelemetryView:
         stale_after: seconds without a message after which an engine is stale.
         forget_after: seconds without a message after which it is forgotten.
         history: keep the forecasts of running requests here, to score and show them. Without it
-            they are handed on by `take_batches`, once, and nothing of them is kept unless
-            `keep_history` says so.
+            they are handed on by `take_batches`, once, and are kept only after `keep_history`.
 
     Attributes:
         instances: the latest of each engine.
@@ -252,13 +246,9 @@ class TelemetryView:
         views = self.instances.values()
         return [batch for view in views for batch in view.take_batches()]
 
-    def keep_history(self, keep: bool) -> None:
-        """Keep the forecasts of running requests from now on, to score them, or no longer."""
-        self._history = keep
-        if not keep:
-            for view in self.instances.values():
-                for request in (*view.requests.values(), *view._vanished.values()):
-                    request.drop_forecasts()
+    def keep_history(self) -> None:
+        """Keep the forecasts of running requests from now on, to score them."""
+        self._history = True
 
     def receive(
         self,

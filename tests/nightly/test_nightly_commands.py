@@ -13,7 +13,7 @@ from shown_commands import PAGES, ROOT, How, Shown, read_page
 pytestmark = pytest.mark.timeout(7200)
 
 SHOWING = [path for path in PAGES if read_page(path).shown("nightly")]
-DEFAULT_PORTS = (8000, 8001, 9400)
+DEFAULT_PORTS = (8000, 8001)
 BENCHMARKS = {
     path.stem if path.name != "__main__.py" else path.parent.name: path
     for path in sorted((ROOT / "benchmarks").glob("**/*.py"))

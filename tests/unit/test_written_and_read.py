@@ -91,9 +91,6 @@ PAIRS = {
         "--trace.requests 60 --policies '[{name: rl, checkpoint: checkpoints/rl-router}]'"
     ),
     "keys -> launch": "headway launch --config across.yaml --print",
-    "keys -> watch": (
-        "headway watch --keys keys --connect tcp://127.0.0.1:9 --log watched/log --for-seconds 0"
-    ),
     "simulate --vary --out -> simulate --vary": (
         f"headway simulate {BRIEF} --vary cluster.slots=[4] --out swept --workers 1"
     ),

@@ -42,7 +42,6 @@ _SERVING = {
     "coordinator": "coordinating on",
     "picker": "picking on",
     "replay": "see it: ",
-    "watch": "",
     "launch": "Ctrl-C stops them",
 }
 """Verbs that run until Ctrl-C, and what each prints once it is ready."""

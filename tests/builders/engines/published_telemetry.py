@@ -20,13 +20,15 @@ from predictor.live.telemetry_messages import (
     encode_survival,
 )
 from predictor.live.zmq_sockets import apply_curve
-from rescheduler.telemetry.telemetry_view import InstanceKey
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import InstanceKey, TelemetryView
 
 __all__ = [
     "EDGES",
     "KEY",
     "MAX_TOKENS",
     "Engine",
+    "GivenTelemetry",
     "coded_curve",
     "endpoint_of",
     "frames",
@@ -119,6 +121,18 @@ def snapshot(
         edges=list(edges),
         requests=list(requests),
     )
+
+
+class GivenTelemetry(TelemetrySubscriber):
+    """A proxy's subscriber whose messages are given to it."""
+
+    def __init__(self) -> None:
+        super().__init__("tcp://127.0.0.1:9", view=TelemetryView(history=False))
+
+    def hear(self, *messages: list[bytes], at: float = 0.0) -> None:
+        with self.lock:
+            for message in messages:
+                self._finished.extend(self.view.receive(message, at))
 
 
 def frames(message: Message) -> list[bytes]:

@@ -1,7 +1,6 @@
 """A cluster that is made up: it looks like a proxy to whoever watches it, at any size."""
 
 import random
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,9 +81,6 @@ class MadeUpCluster:
         self._requests = [self._new(g) for g in range(instances) for _ in range(requests)]
         for one in self._requests:
             one.generated = self._random.randrange(one.length)
-
-    def watched(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def look(self) -> _Seen:
         self.looks += 1

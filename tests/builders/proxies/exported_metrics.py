@@ -1,31 +1,15 @@
-"""What the proxy and the watch export: scraped from real ones, beside no engine."""
+"""What a proxy exports: scraped from a real one, beside scripted engines."""
 
 import asyncio
-import threading
 
-import numpy as np
-from prometheus_client import generate_latest
+import msgspec
+import zmq
 from prometheus_client.parser import text_string_to_metric_families
-from published_telemetry import frames, snapshot
-from scripted_cluster import PROMPT, cluster, until
+from published_telemetry import Engine, endpoint_of, frames, publisher
+from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
-from predictor.live.telemetry_messages import (
-    FinishedEvent,
-    encode_survival,
-)
-from rescheduler.monitoring.forecast_quality import ForecastQuality
-from rescheduler.monitoring.quality_exporter import QualityExporter
-from rescheduler.telemetry.telemetry_view import (
-    FinishedForecasts,
-    InstanceKey,
-    KeptForecast,
-    TelemetryView,
-)
-
-__all__ = ["labels_by_name", "scraped_proxy", "scraped_watch"]
-
-_EDGES = (0, 100, 1000)
+__all__ = ["labels_by_name", "scraped_proxy"]
 
 
 def labels_by_name(text: str) -> dict[str, set[str]]:
@@ -38,29 +22,39 @@ def labels_by_name(text: str) -> dict[str, set[str]]:
 
 
 async def scraped_proxy(tokenizer: Tokenizer) -> str:
-    """What a proxy exports that has served a request, and tried to move it."""
-    async with cluster(tokenizer, prefix_caching=False) as it:
-        for engine in it.decodes:
-            engine.stalls_at = 5
-        body = {"prompt": PROMPT, "max_tokens": 20}
-        stream = asyncio.create_task(it.stream(body))
-        await until(lambda: any(request.generated_tokens == 5 for request in it.requests()))
-        _, target = it.source_and_target()
-        target.full = True
-        assert await it.move() == "no_room"
-        for engine in it.decodes:
-            engine.stalls_at = 0
-        await stream
-        return await it.text("/metrics")
+    """What a proxy exports that has served a request, tried to move it, and heard of another."""
+    with publisher(bind=True) as sender:
+        telemetry = {"decode-0": endpoint_of(sender)}
+        async with cluster(tokenizer, prefix_caching=False, telemetry=telemetry) as it:
+            await _serve(it)
+            await _publish(sender, it)
+            return await it.text("/metrics")
 
 
-def scraped_watch() -> str:
-    """What a watch exports that has heard of an engine, and of a request that ended."""
-    (curve,) = encode_survival(np.array([[1.0, 0.5, 0.0]]))
-    view, quality, engine = TelemetryView(), ForecastQuality(), InstanceKey("decode-0", 0)
-    gauges = {"running": 1, "kv_usage": 0.1, "kv_capacity_tokens": 1000, "prefill_budget": 64.0}
-    view.receive(frames(snapshot(engine.name, edges=_EDGES, **gauges)), 0.0)
-    event = FinishedEvent("request", "stop", 9, 150, 200)
-    kept = [KeptForecast(0, 200, curve)]
-    quality.add(FinishedForecasts(engine, "m", "c", event, _EDGES, kept))
-    return generate_latest(QualityExporter(view, quality, threading.Lock()).registry).decode()
+async def _serve(it: Cluster) -> None:
+    for engine in it.decodes:
+        engine.stalls_at = 5
+    body = {"prompt": PROMPT, "max_tokens": 20}
+    stream = asyncio.create_task(it.stream(body))
+    await until(lambda: any(request.generated_tokens == 5 for request in it.requests()))
+    _, target = it.source_and_target()
+    target.full = True
+    assert await it.move() == "no_room"
+    for engine in it.decodes:
+        engine.stalls_at = 0
+    await stream
+
+
+async def _publish(sender: zmq.Socket[bytes], it: Cluster) -> None:
+    """Publish as an engine that reckons its budget, until the end of a request is scored."""
+    engine, scores = Engine(), it.proxy.metrics.scores
+    assert scores is not None
+    async with asyncio.timeout(60):
+        while not scores.quality.scored:
+            sender.send_multipart(frames(engine.start()))
+            engine.decode(20)
+            snapshot = engine.snapshot()
+            gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=64.0)
+            sender.send_multipart(frames(msgspec.structs.replace(snapshot, gauges=gauges)))
+            sender.send_multipart(frames(engine.finish()))
+            await asyncio.sleep(0.05)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chosen_ports import free_port
 from desk import laid
 from running_deployment import RunningDeployment
 from shown_commands import PAGES, ROOT, How, Page, Shown, read_page
@@ -36,7 +35,6 @@ def test_the_commands_of_a_page(
     del smollm2  # is prepared
     shown_ports = ports_of(read_deployment(ROOT / LOCAL))
     ports = dict(zip(shown_ports, ports_of(deployment.deployment), strict=True))
-    ports[9400] = free_port()
     page.stand_ins = {
         name: what for name, what in page.stand_ins.items() if what == "the deployment"
     } | {LOCAL: "the deployment"}

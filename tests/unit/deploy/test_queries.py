@@ -9,7 +9,7 @@ from typing import Any
 import promql_parser as promql
 import pytest
 import yaml
-from exported_metrics import labels_by_name, scraped_proxy, scraped_watch
+from exported_metrics import labels_by_name, scraped_proxy
 from promql_labels import result_labels
 from tokenizers import Tokenizer
 from vllm_source import metric_labels
@@ -46,7 +46,6 @@ def exported(tokenizer: Tokenizer) -> dict[str, dict[str, set[str]]]:
     """Labels by metric by job."""
     return {
         "headway": labels_by_name(asyncio.run(scraped_proxy(tokenizer))),
-        "headway-watch": labels_by_name(scraped_watch()),
         "vllm": metric_labels(),
     }
 
@@ -95,19 +94,14 @@ def test_what_does_not_exist_is_noticed(known: dict[str, set[str]]) -> None:
 
 
 def test_metrics_are_named_as_prometheus_asks(exported: dict[str, dict[str, set[str]]]) -> None:
-    for job in ("headway", "headway-watch"):
-        for name, labels in exported[job].items():
-            assert name.startswith("headway_")
-            assert not re.search(r"_(ms|milliseconds|minutes|percent|perc|kb|mb)(_|$)", name)
-            assert not labels & target_labels("headway"), "Prometheus would rename it"
+    for name, labels in exported["headway"].items():
+        assert name.startswith("headway_")
+        assert not re.search(r"_(ms|milliseconds|minutes|percent|perc|kb|mb)(_|$)", name)
+        assert not labels & target_labels("headway"), "Prometheus would rename it"
 
 
 def test_the_example_scrapes_the_deployment_it_names() -> None:
     deployment = read_deployment(ROOT / "configs" / "serve" / "local-pd.yaml")
-    page = (ROOT / "docs" / "observe.md").read_text()
-    (connect,) = re.findall(r"headway watch --connect '(.*)' --prometheus-port 9400", page)
-    assert json.loads(connect) == [one.telemetry for one in deployment.instances]
-    assert [target["targets"] for target in TARGETS["headway-watch"]] == [["127.0.0.1:9400"]]
     (proxy,) = TARGETS["headway"]
     assert proxy["targets"] == [deployment.proxy_url.removeprefix("http://")]
     assert [

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import urllib.request
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,25 +9,26 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from published_telemetry import Engine, endpoint_of, frames, publisher
+from prometheus_client import CollectorRegistry
+from published_telemetry import Engine, GivenTelemetry, endpoint_of, frames, publisher
 
 from predictor.forecasts.kaplan_meier import survival_edges
 from predictor.forecasts.recalibration import Recalibration
-from predictor.live.telemetry_messages import FinishedEvent, Message, encode_survival
+from predictor.live.telemetry_messages import FinishedEvent, encode_survival
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.remaining_length_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
 from rescheduler.monitoring.finished_log import FinishedLog, read_finished_log
-from rescheduler.monitoring.forecast_quality import ForecastFigures, ForecastQuality
-from rescheduler.monitoring.quality_exporter import QualityExporter
-from rescheduler.monitoring.recalibrate import recalibrate
-from rescheduler.telemetry.telemetry_view import (
-    FinishedForecasts,
-    InstanceKey,
-    KeptForecast,
-    TelemetryView,
+from rescheduler.monitoring.forecast_metrics import ForecastMetrics
+from rescheduler.monitoring.forecast_quality import (
+    ForecastFigures,
+    ForecastQuality,
+    ScoredRequest,
+    score,
 )
+from rescheduler.monitoring.forecast_scores import ForecastScores
+from rescheduler.monitoring.recalibrate import recalibrate
+from rescheduler.telemetry.telemetry_view import FinishedForecasts, InstanceKey, KeptForecast
 
 EDGES = survival_edges(4096)
 K = 20
@@ -76,9 +76,16 @@ def finished_requests(
 
 def quality_of(requests: list[FinishedForecasts]) -> ForecastQuality:
     quality = ForecastQuality()
-    for request in requests:
-        quality.add(request)
+    for scored in map(score, requests):
+        if scored is not None:
+            quality.add(scored.figures())
     return quality
+
+
+def scored_of(request: FinishedForecasts) -> ScoredRequest:
+    scored = score(request)
+    assert scored is not None
+    return scored
 
 
 def figures_of(quality: ForecastQuality) -> ForecastFigures:
@@ -100,7 +107,7 @@ def test_calibrated_forecasts_cover_what_they_say() -> None:
 def test_a_shift_raises_the_alarm_and_says_what_to_do(wrong_by: float) -> None:
     quality = quality_of(finished_requests(49, wrong_by))
     assert quality.alarm() is None  # too few
-    quality.add(finished_requests(1, wrong_by, seed=7)[0])
+    quality.add(scored_of(finished_requests(1, wrong_by, seed=7)[0]).figures())
     alarm = quality.alarm()
     assert alarm is not None
     assert "headway evaluate recalibrate" in alarm
@@ -123,9 +130,7 @@ def test_errors_are_of_the_capped_median_by_age() -> None:
     event = FinishedEvent("a", "stop", 9, 150, 200)
     forecasts = [KeptForecast(0, 200, coded), KeptForecast(130, 70, coded)]
     request = FinishedForecasts(InstanceKey("e", 0), "m", "", event, (0, 100, 1000), forecasts)
-    quality = ForecastQuality()
-    scored = quality.add(request)
-    assert scored is not None
+    quality, scored = quality_of([request]), scored_of(request)
     np.testing.assert_allclose(scored.medians, [100, 70], atol=0.1)  # the second is capped
     np.testing.assert_allclose(scored.remaining, [150, 20])
     np.testing.assert_allclose(scored.levels, [0.5 + 0.5 * 49.5 / 900, 0.5 * 0.195], atol=1e-4)
@@ -138,7 +143,7 @@ def test_only_requests_that_ran_to_their_end_are_scored() -> None:
     quality = quality_of(finished_requests(5, reason="abort"))
     never_forecast = finished_requests(1)[0]
     never_forecast.forecasts.clear()
-    assert quality.add(never_forecast) is None
+    assert score(never_forecast) is None
     assert quality.scored == 0
     assert quality.figures() is quality.alarm() is None
 
@@ -146,10 +151,9 @@ def test_only_requests_that_ran_to_their_end_are_scored() -> None:
 def write_log(path: Path, requests: list[FinishedForecasts], served_by: Path | None = None) -> None:
     served = load_predictor(str(served_by)) if served_by else None
     checkpoint = served.fingerprint() if isinstance(served, SurvivalMLP) else ""
-    quality = ForecastQuality()
     with closing(FinishedLog(path)) as log:
         for request in requests:
-            scored = quality.add(replace(request, checkpoint=checkpoint))
+            scored = score(replace(request, checkpoint=checkpoint))
             if scored is not None:
                 log.append(scored)
 
@@ -168,8 +172,7 @@ def test_the_log_is_read_as_it_was_written(tmp_path: Path) -> None:
         )
         assert logged.generated == list(range(0, request.event.total_tokens, K))
         assert logged.cut == (logged.finish_reason == "length")
-        scored = ForecastQuality().add(request)
-        assert scored is not None
+        scored = scored_of(request)
         np.testing.assert_allclose(logged.levels, scored.levels, atol=1e-6)
         np.testing.assert_allclose(logged.medians, scored.medians, atol=0.051)
 
@@ -332,36 +335,31 @@ def test_what_cannot_be_recalibrated_is_refused(tmp_path: Path) -> None:
     assert not new.exists()
 
 
-def test_prometheus_reads_what_is_watched() -> None:
-    view, quality, now = TelemetryView(), quality_of(finished_requests(60, wrong_by=5.0)), [10.0]
-    engine = Engine()
+def samples_of(metrics: ForecastMetrics) -> dict[str, float]:
+    """Return what Prometheus would read, by name and values of labels."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    return {f"{s.name}{list(s.labels.values()) or ''}": s.value for s in samples}
+
+
+def test_prometheus_reads_scores_and_telemetry() -> None:
+    now, engine = [10.0], Engine()
     engine.start()  # lost
-    published: list[Message] = [engine.finish(name="a"), engine.start()]
+    end, late = engine.finish(name="a"), engine.start()
     snapshot = engine.snapshot()
     gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=96.5)
     snapshot = msgspec.structs.replace(snapshot, gauges=gauges)
-    for message in (published[0], snapshot, snapshot):
-        view.receive(frames(message), 10.0)
-    view.receive([b"junk"], 10.0)
-    exporter = QualityExporter(view, quality, threading.Lock(), clock=lambda: now[0])
-    with exporter.served(0) as port:
-        with (
-            pytest.raises(ValueError, match=rf"127.0.0.1:{port}: the port is in use"),
-            exporter.served(port),
-        ):
-            pass
-
-        def scrape() -> dict[str, float]:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-                families = text_string_to_metric_families(answer.read().decode())
-                samples = [sample for family in families for sample in family.samples]
-            return {f"{s.name}{list(s.labels.values()) or ''}": s.value for s in samples}
-
-        first = scrape()
-        view.receive(frames(published[1]), 10.0)  # late, no longer lost
+    with GivenTelemetry() as telemetry:
+        telemetry.hear(*map(frames, (end, snapshot, snapshot)), [b"junk"], at=10.0)
+        scores = ForecastScores(telemetry)
+        scores.quality = quality_of(finished_requests(60, wrong_by=5.0))
+        metrics = ForecastMetrics(telemetry, scores, clock=lambda: now[0])
+        first = samples_of(metrics)
+        telemetry.hear(frames(late), at=10.0)  # no longer lost
         now[0] = 14.0
-        second = scrape()
-    figures = figures_of(quality)
+        second = samples_of(metrics)
+    figures = figures_of(scores.quality)
     assert first["headway_forecast_mae_tokens"] == figures.mae()
     assert first["headway_forecast_coverage_ratio['0.8']"] == figures.coverage()[80]
     assert first["headway_forecast_bias_tokens['1-127']"] == figures.bias_by_age()["1-127"]
@@ -382,9 +380,9 @@ def test_prometheus_reads_what_is_watched() -> None:
 
 
 def test_prometheus_finds_no_figures_before_the_first_request() -> None:
-    exporter = QualityExporter(TelemetryView(), ForecastQuality(), threading.Lock())
-    samples = [sample for metric in exporter.collect() for sample in metric.samples]
-    assert {sample.name for sample in samples} == {
+    with GivenTelemetry() as telemetry:
+        samples = samples_of(ForecastMetrics(telemetry, ForecastScores(telemetry)))
+    assert {name.partition("[")[0] for name in samples} == {
         "headway_forecast_miscalibrated",
         "headway_forecast_scored_requests_total",
         "headway_telemetry_message_errors_total",

@@ -16,11 +16,11 @@ def spread(
     for i, request in enumerate(requests):
         scored = score(request)
         assert scored is not None
-        hour.add(scored, MINUTE * (begin + minutes * i / len(requests)))
+        hour.add(scored.figures(), MINUTE * (begin + minutes * i / len(requests)))
     return hour
 
 
-def test_they_are_those_that_headway_watch_shows_of_the_same_requests() -> None:
+def test_they_are_those_that_prometheus_gets_of_the_same_requests() -> None:
     requests = finished_requests(200, wrong_by=0.25)
     figures = spread(LastHour(), requests, 3.0, 50.0).figures(54 * MINUTE)
     quality = quality_of(requests)

@@ -1,38 +1,22 @@
-"""What is said of forecasts and steps while somebody watches, from what the engines publish."""
+"""What is said of forecasts and steps, from what the engines publish."""
 
 import asyncio
 
 import msgspec
 import pytest
-from published_telemetry import EDGES, KEY, Engine, endpoint_of, frames, publisher
+from published_telemetry import EDGES, KEY, Engine, GivenTelemetry, endpoint_of, frames, publisher
 from scripted_cluster import cluster
 from tokenizers import Tokenizer
 
 from predictor.live.telemetry_messages import FinishedEvent
 from rescheduler.monitoring.forecast_quality import ForecastFigures, score
-from rescheduler.page.live_snapshots import EngineSteps, LiveAccuracy
+from rescheduler.monitoring.forecast_scores import ForecastScores
+from rescheduler.page.live_snapshots import EngineSteps, accuracy
 from rescheduler.page.snapshot import Snapshot
-from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.telemetry.telemetry_view import (
-    FinishedForecasts,
-    KeptForecast,
-    TelemetryView,
-)
+from rescheduler.telemetry.telemetry_view import FinishedForecasts, KeptForecast
 
 
-class Heard(TelemetrySubscriber):
-    """A subscriber whose messages are given to it."""
-
-    def __init__(self) -> None:
-        super().__init__("tcp://127.0.0.1:9", view=TelemetryView(history=False))
-
-    def hear(self, *messages: list[bytes], at: float = 0.0) -> None:
-        with self.lock:
-            for message in messages:
-                self._finished.extend(self.view.receive(message, at))
-
-
-def lives(engine: Engine, telemetry: Heard, steps: int = 40) -> None:
+def lives(engine: Engine, telemetry: GivenTelemetry, steps: int = 40) -> None:
     """Let a request begin, be forecast again and end."""
     telemetry.hear(frames(engine.start()))
     engine.decode(steps)
@@ -41,41 +25,48 @@ def lives(engine: Engine, telemetry: Heard, steps: int = 40) -> None:
     telemetry.hear(frames(engine.finish()))
 
 
-def test_what_ends_while_somebody_watches_is_scored() -> None:
+def test_what_ends_is_scored() -> None:
     engine = Engine()
-    with Heard() as telemetry:
-        accuracy = LiveAccuracy(telemetry, clock=lambda: 1000.0)
-        lives(engine, telemetry)
-        with accuracy.kept():
-            assert accuracy.now() is None, "it ended before"
-            for _ in range(3):
-                lives(engine, telemetry)
-            seen = accuracy.now()
+    with GivenTelemetry() as telemetry:
+        scores = ForecastScores(telemetry)
+        assert accuracy(scores) is None, "nothing has ended"
+        for _ in range(3):
+            lives(engine, telemetry)
+        scores.take()
+        seen = accuracy(scores)
         assert seen is not None
-        assert seen.requests == 3
+        assert seen.requests == scores.quality.scored == 3
         assert seen.alarm is seen.drift is None, "too few to say"
-        lives(engine, telemetry)
-        with accuracy.kept():
-            assert accuracy.now() == seen, "what ended meanwhile is not known"
-            for _ in range(47):
-                lives(engine, telemetry)
-            seen = accuracy.now()
+        for _ in range(47):
+            lives(engine, telemetry)
+        scores.take()
+        seen = accuracy(scores)
         assert seen is not None
         assert seen.requests == 50
         assert seen.alarm is not None
 
 
+def test_of_very_many_that_end_at_once_a_part_is_scored() -> None:
+    engine = Engine()
+    with GivenTelemetry() as telemetry:
+        scores = ForecastScores(telemetry)
+        for _ in range(250):
+            lives(engine, telemetry)
+        scores.take()
+        assert scores.quality.scored == 84, "every third"
+
+
 def test_the_figures_are_those_of_the_forecasts() -> None:
     engine = Engine()
-    with Heard() as telemetry:
-        accuracy = LiveAccuracy(telemetry)
-        with accuracy.kept():
-            begun = engine.start()
-            engine.decode(40)
-            later = engine.snapshot()
-            engine.decode(40)
-            telemetry.hear(frames(begun), frames(later), frames(engine.finish()))
-            seen = accuracy.now()
+    with GivenTelemetry() as telemetry:
+        scores = ForecastScores(telemetry)
+        begun = engine.start()
+        engine.decode(40)
+        later = engine.snapshot()
+        engine.decode(40)
+        telemetry.hear(frames(begun), frames(later), frames(engine.finish()))
+        scores.take()
+        seen = accuracy(scores)
     kept = [
         KeptForecast(one.forecast_at, one.tokens_left, one.survival)
         for one in (*begun.requests, *later.requests)
@@ -91,9 +82,9 @@ def test_the_figures_are_those_of_the_forecasts() -> None:
     assert seen.late == pytest.approx(figures.late_share(), abs=1e-4)
 
 
-def test_a_proxy_keeps_no_forecasts_while_nobody_watches() -> None:
+def test_forecasts_are_kept_to_score_them_and_handed_on_to_policies() -> None:
     engine = Engine()
-    with Heard() as telemetry:
+    with GivenTelemetry() as telemetry:
 
         def kept() -> int:
             with telemetry.lock:
@@ -101,18 +92,17 @@ def test_a_proxy_keeps_no_forecasts_while_nobody_watches() -> None:
                 return sum(len(one.forecasts) for one in requests)
 
         telemetry.hear(frames(engine.start()), frames(engine.snapshot()))
-        assert kept() == 0
-        with LiveAccuracy(telemetry).kept():
-            engine.decode(20)
-            telemetry.hear(frames(engine.snapshot()))
-            assert kept() == 1
-            assert len(telemetry.take_forecasts()) == 3, "policies get them either way"
-        assert kept() == 0
+        assert kept() == 0, "nobody scores them"
+        ForecastScores(telemetry)
+        engine.decode(20)
+        telemetry.hear(frames(engine.snapshot()))
+        assert kept() == 1
+        assert len(telemetry.take_forecasts()) == 3, "policies get them either way"
 
 
 def test_steps_are_timed_of_engines_at_work() -> None:
     engine, now = Engine(), [0.0]
-    with Heard() as telemetry:
+    with GivenTelemetry() as telemetry:
         steps = EngineSteps(telemetry, clock=lambda: now[0])
 
         def looked(at: float, *messages: list[bytes]) -> dict[str, float]:
@@ -137,10 +127,10 @@ async def test_the_page_is_sent_both(tokenizer: Tokenizer) -> None:
     engine = Engine(instance="decode-0")
     with publisher(bind=True) as sender:
         async with cluster(tokenizer, telemetry={"decode-0": endpoint_of(sender)}) as it:
-            accuracy, took = None, dict[str, float | None]()
+            shown, took = None, dict[str, float | None]()
             with it.listeners.feed.watching() as following:
                 async with asyncio.timeout(60):
-                    while accuracy is None or took["decode-0"] is None:
+                    while shown is None or took["decode-0"] is None:
                         for message in (engine.start(), engine.snapshot()):
                             sender.send_multipart(frames(message))
                         engine.decode(10)
@@ -149,9 +139,9 @@ async def test_the_page_is_sent_both(tokenizer: Tokenizer) -> None:
                         line = await following()
                         assert line is not None
                         seen = msgspec.json.decode(line, type=Snapshot)
-                        accuracy = seen.accuracy
+                        shown = seen.accuracy
                         took = {one.name: one.step_seconds for one in seen.instances}
-            assert accuracy.requests >= 1
+            assert shown.requests >= 1
             assert took["decode-0"] > 0
             assert took["decode-1"] is took["prefill-0"] is None, "they publish nothing"
             assert seen.joules is None, "no engine says what it uses"

@@ -1,76 +1,44 @@
 """Metrics for Prometheus: how good the forecasts are, and what the engines publish."""
 
-import errno
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rescheduler.monitoring.forecast_quality import ForecastQuality
-from rescheduler.telemetry.telemetry_view import TelemetryView
+from rescheduler.monitoring.forecast_scores import ForecastScores
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
-__all__ = ["QualityExporter"]
+__all__ = ["ForecastMetrics"]
 
 
-class QualityExporter(Collector):
-    """Reads view and quality whenever Prometheus asks, under their lock.
+class ForecastMetrics(Collector):
+    """Reads telemetry and scores whenever Prometheus asks.
 
     Args:
-        lock: held by whoever changes either.
-        clock: monotonic seconds, the same as the view's.
-
-    Attributes:
-        registry: holds this collector only.
+        clock: monotonic seconds, as the telemetry's.
     """
 
     def __init__(
         self,
-        view: TelemetryView,
-        quality: ForecastQuality,
-        lock: threading.Lock,
+        telemetry: TelemetrySubscriber,
+        scores: ForecastScores,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._view, self._quality, self._lock, self._clock = view, quality, lock, clock
+        self._telemetry, self._scores, self._clock = telemetry, scores, clock
         self._most_lost = 0
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is now."""
-        with self._lock:
-            metrics = [*self._forecast_metrics(), *self._telemetry_metrics()]
+        with self._scores.lock:
+            metrics = list(self._forecast_metrics())
+        with self._telemetry.lock:
+            metrics += self._telemetry_metrics()
         yield from metrics
 
-    @contextmanager
-    def served(self, port: int, host: str = "127.0.0.1") -> Iterator[int]:
-        """Serve the metrics over HTTP, from a thread, while the body runs; yield the port.
-
-        Args:
-            port: to listen on; 0 takes a free one.
-            host: address to listen on; by default this machine only.
-
-        Raises:
-            ValueError: the port is in use, or the address is none of this machine.
-        """
-        try:
-            server, thread = start_http_server(port, host, self.registry)
-        except (OSError, OverflowError) as error:
-            used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            why = "the port is in use; give another" if used else str(error)
-            raise ValueError(f"metrics on {host}:{port}: {why}") from error
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
     def _forecast_metrics(self) -> Iterator[Metric]:
-        figures = self._quality.figures()
+        quality = self._scores.quality
+        figures = quality.figures()
         error = GaugeMetricFamily(
             "headway_forecast_mae_tokens", "Mean absolute error of the median, rolling."
         )
@@ -94,16 +62,16 @@ class QualityExporter(Collector):
         yield GaugeMetricFamily(
             "headway_forecast_miscalibrated",
             "1 while the coverage of the 80% interval is too far off.",
-            value=self._quality.alarm() is not None,
+            value=quality.alarm() is not None,
         )
         yield CounterMetricFamily(
             "headway_forecast_scored_requests",
             "Finished requests whose forecasts were scored.",
-            value=self._quality.scored,
+            value=quality.scored,
         )
 
     def _telemetry_metrics(self) -> Iterator[Metric]:
-        view, now = self._view, self._clock()
+        view, now = self._telemetry.view, self._clock()
         self._most_lost = max(self._most_lost, view.lost)  # a late message lowers it again
         messages = CounterMetricFamily(
             "headway_telemetry_message_errors",
