@@ -1,6 +1,6 @@
 """Whether requests finish when they are forecast to, and whether promises of it are kept.
 
-    python -m benchmarks.finish_times [--fleets virtual emulated real] [--loads X ...] [--rounds N]
+    python -m benchmarks.finish_times [--fleets emulated real] [--loads X ...] [--rounds N]
         [--runs watched promised] [--requests N] [--quick] [--report] [--out FOLDER] [--json OUT]
 
 Each request is a stream that asks when it will finish (``stream_options: {"headway": true}``), at
@@ -8,10 +8,9 @@ Each request is a stream that asks when it will finish (``stream_options: {"head
 random later, is held against what its client saw: of 80% intervals, 8 of 10 should hold. The first
 fifth of a run's requests, from which the proxy learns, does not count.
 
-Fleets: ``virtual``, four instances in virtual time, by the code that serves; ``emulated``, four
-emulated H100s with an 8B model behind ``headway serve``, placed by least load (``jsq_load``: what
-waits does so in the engines) and by ``headroom`` (it does so in the proxy); ``real``, one engine of
-SmolLM2 on this machine's CPU.
+Fleets: ``emulated``, four emulated H100s with an 8B model behind ``headway serve``, placed by
+least load (``jsq_load``: what waits does so in the engines) and by ``headroom`` (it does so in the
+proxy); ``real``, one engine of SmolLM2 on this machine's CPU.
 
 Promises: every request has a deadline, 0.3 to 10 times the median seconds of service, drawn evenly
 in the logarithm. In the ``watched`` runs all are taken, and it is noted who would have had a
@@ -28,29 +27,23 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks import emulated_fleet, live_rescheduling
+from benchmarks import emulated_fleet, live_order
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
 from benchmarks.support.emulated_load import drawn_load, steady_rate
 from benchmarks.support.finishing_load import Asked, serve_asking
 from benchmarks.support.live_runs import round_load
 from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
-from benchmarks.support.virtual_fleet import Fleet, VirtualRequest, VirtualRun
 from rescheduler.demo.scripted_load import FIRST_WORD, WORDS, step_sums
-from rescheduler.emulation.emulate_options import StepSeconds
 from rescheduler.emulation.scripted_answers import LENGTH, SEED
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_local import local_deployment
-from rescheduler.finish_times.promises import Promises
-from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.simulator.results.report import markdown_table
 
 LOADS = (0.5, 1.0, 1.2)
@@ -59,8 +52,7 @@ LEARNS_FROM = 5
 """A proxy has learnt from the first fifth of a run's requests, which do not count."""
 MEASURED = 1_000_003
 """The round whose requests no other has."""
-VIRTUAL = Fleet(4, 16, 24_000, StepSeconds(constant=0.01, per_new=1e-4, per_context=2e-7))
-REQUESTS = {"virtual": 2_000, "emulated": 1_600, "real": 150}
+REQUESTS = {"emulated": 1_600, "real": 150}
 DILATION, PATIENCE = 2.0, 600.0
 SCRATCH = Path("runs/finish_times")
 ROUTING = {"jsq_load": {"name": "jsq_load"}, "headroom": {"name": "headroom"}}
@@ -87,8 +79,7 @@ Outcome = dict[str, Any]
 
 def main() -> None:
     parser = arguments("whether requests finish when they are forecast to")
-    fleets = ("virtual", "emulated", "real")
-    parser.add_argument("--fleets", nargs="+", choices=fleets, default=["virtual"])
+    parser.add_argument("--fleets", nargs="+", choices=list(REQUESTS), default=["emulated"])
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
     kinds = ("watched", "promised")
     parser.add_argument("--runs", nargs="+", choices=kinds, default=list(kinds))
@@ -98,7 +89,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/finish_times"))
     options = parser.parse_args()
     if options.quick:
-        options.requests, options.rounds, options.out = 150, 1, SCRATCH / "quick"
+        options.requests, options.rounds, options.loads = 150, 1, [1.0]
+        options.out = SCRATCH / "quick"
     SCRATCH.mkdir(parents=True, exist_ok=True)
     found: dict[Run, dict[str, float]] = {}
     with resumable():
@@ -126,13 +118,7 @@ class Bench:
 
     def __init__(self, out: Path, fleet: str, requests: int) -> None:
         self.out, self.fleet, self.requests = out, fleet, requests
-        self.settings: dict[str, Any] = {
-            "requests": requests,
-            "fleet": fleet,
-            "learns": LEARNS_FROM,
-        }
-        if fleet == "virtual":
-            self.settings |= {"virtual": to_builtins(VIRTUAL)}
+        self.settings = {"requests": requests, "fleet": fleet, "learns": LEARNS_FROM}
 
     def cells(self, run: Run) -> Cells:
         return Cells(self.out / run.group / f"round-{run.round}", self.settings)
@@ -142,7 +128,8 @@ class Bench:
         if not missing:
             return
         kept = Cells(self.out, self.settings)
-        with self._engines() as deployment:
+        deployment = deployment_of(self.fleet)
+        with engines(deployment, SCRATCH / "logs"):
             measured = kept.read(f"capacity_{self.fleet}")
             if measured is None:
                 measured = self._serve(deployment, "fcfs", self._load(MEASURED, inf), None)[1]
@@ -157,7 +144,7 @@ class Bench:
                 began, since = time.monotonic(), time.perf_counter()
                 outcomes, _ = self._serve(deployment, run.routing, load, level)
                 figures = summary(outcomes[len(outcomes) // LEARNS_FROM :])
-                if self.fleet == "emulated" and deployment is not None:
+                if self.fleet == "emulated":
                     steps = emulated_fleet.SCRATCH / "steps"
                     logs = [steps / f"{one.name}.csv" for one in deployment.instances]
                     figures["excess_step_time"] = step_sums(logs, since).excess
@@ -166,9 +153,6 @@ class Bench:
                 print(
                     f"{time.strftime('%H:%M')} {run}: {seconds:.0f} s", file=sys.stderr, flush=True
                 )
-
-    def _engines(self) -> AbstractContextManager[Deployment | None]:
-        return Engines(self.fleet)
 
     def _load(self, number: int, rate: float) -> list[Asked]:
         """Return a round's requests, with the times of their arrivals in real seconds."""
@@ -191,12 +175,8 @@ class Bench:
                 )
                 for (prompt, seed, most, _), at in zip(wanted, np.cumsum(gaps), strict=True)
             ][: self.requests]
-        law = VIRTUAL.law if self.fleet == "virtual" else emulated_fleet.LAW
-        prompts = emulated_fleet.PROMPTS
-        if self.fleet == "virtual":
-            prompts = prompts._replace(shortest=50, longest=1_500)
-        load = []
-        for one in drawn_load(number, self.requests, rate, prompts, law):
+        law, load = emulated_fleet.LAW, []
+        for one in drawn_load(number, self.requests, rate, emulated_fleet.PROMPTS, law):
             words = np.random.default_rng(one.seed).integers(0, WORDS, one.prompt_tokens)
             body = {
                 "model": "smollm2",
@@ -209,11 +189,9 @@ class Bench:
         return load
 
     def _serve(
-        self, deployment: Deployment | None, routing: str, load: list[Asked], level: float | None
+        self, deployment: Deployment, routing: str, load: list[Asked], level: float | None
     ) -> tuple[list[Outcome], dict[str, float]]:
         """Serve a load; return what came of each request, and capacity and median latency."""
-        if deployment is None:
-            return _serve_virtually(load, level)
         serving = replace(deployment, routing=ROUTING.get(routing, ROUTING["jsq_load"]))
 
         async def served() -> None:
@@ -231,28 +209,11 @@ class Bench:
         return [_outcome(one, i) for i, one in enumerate(load)], _capacity(ended, seconds)
 
 
-class Engines:
-    """The engines of a fleet while the body runs; None of a virtual one."""
-
-    def __init__(self, fleet: str) -> None:
-        self._deployment: Deployment | None = None
-        if fleet == "emulated":
-            plan = emulated_fleet.Plan(SCRATCH, 0, DILATION)
-            self._deployment = emulated_fleet.fleet(plan, exact=False)
-        elif fleet == "real":
-            engine = replace(live_rescheduling.ENGINE, max_num_seqs=8, kv_blocks=240)
-            self._deployment = patient(local_deployment("smollm2", engine, decode=1, prefill=0))
-        self._running: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> Deployment | None:
-        if self._deployment is not None:
-            self._running = engines(self._deployment, SCRATCH / "logs")
-            self._running.__enter__()
-        return self._deployment
-
-    def __exit__(self, *raised: Any) -> None:
-        if self._running is not None:
-            self._running.__exit__(*raised)
+def deployment_of(fleet: str) -> Deployment:
+    """Return the engines of a fleet."""
+    if fleet == "emulated":
+        return emulated_fleet.fleet(emulated_fleet.Plan(SCRATCH, 0, DILATION), exact=False)
+    return patient(local_deployment("smollm2", live_order.ENGINE, decode=1, prefill=0))
 
 
 def _capacity(ended: Sequence[float], served: Sequence[float]) -> dict[str, float]:
@@ -282,67 +243,6 @@ def _outcome(one: Asked, number: int) -> Outcome:
         at, told = random.Random(number).choice(running)
         outcome["later_finish"] = [*told["finish_s"], one.last - at]
     return outcome
-
-
-def _serve_virtually(
-    load: Sequence[Asked], level: float | None
-) -> tuple[list[Outcome], dict[str, float]]:
-    outcomes: dict[str, Outcome] = {}
-    asked = {f"r{i}": one for i, one in enumerate(load)}
-    promises: dict[int, Promises] = {}
-
-    def admit(run: VirtualRun, request: VirtualRequest) -> bool:
-        one, outcome = asked[request.id], outcomes.setdefault(request.id, {"probability": None})
-        outcome["asked"] = one.finish_in is not None
-        expected = run.finish_times.expect(request)
-        if one.finish_in is not None and level is not None:
-            giving = promises.setdefault(
-                id(run), Promises(run.finish_times, {}, lambda: run.now, lambda outcome: None)
-            )
-            try:
-                outcome["probability"] = giving.give(request, one.finish_in, level, "default")
-            except RequestRefusedError:
-                outcome["status"] = 429
-                return False
-        outcome["status"] = 200
-        if expected is not None:
-            outcome["told"] = expected
-        return True
-
-    def ended(run: VirtualRun, request: VirtualRequest) -> None:
-        if id(run) in promises:
-            promises[id(run)].ended(request, by_itself=True)
-
-    run = VirtualRun(VIRTUAL, 1, admit=admit, ended=ended)
-    requests = [
-        VirtualRequest(
-            name,
-            len(one.body["prompt"]),
-            int(one.body["vllm_xargs"][LENGTH]),
-            one.body["max_tokens"],
-            one.arrives,
-        )
-        for name, one in asked.items()
-    ]
-    run.run(requests)
-    for name, outcome in outcomes.items():
-        one, told = asked[name], outcome.pop("told", None)
-        if name not in run.finished:
-            continue
-        latency = run.finished[name] - one.arrives
-        if one.finish_in is not None:
-            outcome["in_time"] = latency <= one.finish_in
-        if told is not None:
-            outcome["arrival_finish"] = [*told.finish, latency]
-            if told.start is not None:
-                outcome["arrival_start"] = [*told.start, run.started[name] - one.arrives]
-            outcome["by_median"] = one.finish_in is not None and told.finish.median <= one.finish_in
-        if name in run.sampled:
-            at, interval = run.sampled[name]
-            outcome["later_finish"] = [*interval, run.finished[name] - at]
-    ends = list(run.finished.values())
-    seconds = [run.finished[name] - run.started[name] for name in run.finished]
-    return list(outcomes.values()), _capacity(ends, seconds)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -35,17 +35,34 @@ import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks import live_rescheduling
 from benchmarks.support.deployments import engines, patient
-from benchmarks.support.live_machine import Machine, measure_machine, read_machine
-from benchmarks.support.live_runs import round_load, run_load
-from benchmarks.support.report import Cells, Estimate, arguments, mean_of, write_report
+from benchmarks.support.live_runs import round_load, run_load, served_rate
+from benchmarks.support.report import (
+    Cells,
+    Estimate,
+    arguments,
+    mean_of,
+    resumable,
+    rotated,
+    write_report,
+)
 from rescheduler.demo.demo_load import LoadRequest
-from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.engine_command import IN_PROCESS
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.simulator.results.report import markdown_table
 
-ENGINE = replace(live_rescheduling.ENGINE, max_num_seqs=8, kv_blocks=240)
+ENGINE = EngineOptions(
+    dtype="float32",
+    max_model_len=640,
+    max_num_seqs=8,
+    kv_blocks=240,
+    enforce_eager=True,
+    checkpoint="checkpoints/smollm2-135m-instruct",
+    k=10,
+    # What launched CPU engines have anyway: named, so that results of others are run again.
+    arguments=["--distributed-executor-backend", IN_PROCESS],
+)
 DECODE = 1  # with more, engines wait for cores, not requests for places
 BURST = "burst"
 BASE = "fcfs"
@@ -60,10 +77,11 @@ ORDERS: dict[str, dict[str, Any]] = {
 PROMPT_CHECKPOINTS = {"boost_prompts": "checkpoints/smollm2-135m-instruct-prompt"}
 REQUESTS = {True: 60, False: 300}
 """Of a round, for a burst and for a steady load: a queue takes some hundred to build up."""
-MAX_TOKENS, MEASURED = 300, 80
-PATIENCE = 600.0
+MAX_TOKENS, PATIENCE = 300, 600.0
+MEASURED, MEASURED_ROUND = 80, 1_000_003
+"""Requests that the capacity is measured with, of a round whose requests no other has."""
+RESERVE = {"name": "max_capacity", "reserve": 0.1}
 FIGURES = ("latency", "latency_p50", "latency_p99", "ttft", "ttft_p99", "slowdown", "seconds")
-_RESUMED = "The same command goes on with what is missing."
 
 
 class Run(NamedTuple):
@@ -79,10 +97,11 @@ class Plan(NamedTuple):
     out: Path
     requests: int | None
     """Of a round; None is what suits the load."""
-    machine: Machine | None
+    capacity: float | None
+    """Requests a second; None where all loads are bursts."""
 
     def requests_of(self, run: Run) -> list[LoadRequest]:
-        rate = inf if run.load == BURST else float(run.load) * self.capacity
+        rate = inf if run.load == BURST else float(run.load) * (self.capacity or inf)
         requests = self.requests or REQUESTS[run.load == BURST]
         load = round_load(run.round, requests, rate, MAX_TOKENS)
         if run.arm != "exact":
@@ -91,11 +110,6 @@ class Plan(NamedTuple):
         kept = base.cells(self.out, self.settings(base)).read(BASE)
         tokens = {one["name"]: max(1, one["tokens"]) for one in kept["requests"]}
         return [changed(one, max_tokens=tokens[one.name]) for one in load]
-
-    @property
-    def capacity(self) -> float:
-        assert self.machine is not None, "measured for every load but bursts"
-        return self.machine.capacity
 
     def settings(self, run: Run) -> dict[str, Any]:
         """Return what a result depends on, beside the code."""
@@ -134,14 +148,10 @@ def main() -> None:
         Run(load, number, arm)
         for number in range(options.rounds)
         for load in options.loads
-        for arm in exact_last(live_rescheduling.rotated(arms, number))
+        for arm in exact_last(rotated(arms, number))
     ]
-    try:
+    with resumable():
         plan = run_missing(options.out, options.requests, runs)
-    except RuntimeError as error:
-        sys.exit(f"{error}\n{_RESUMED}")
-    except KeyboardInterrupt:
-        sys.exit(f"interrupted\n{_RESUMED}")
     figures: dict[str, float] = {}
     tables = []
     for load in options.loads:
@@ -171,20 +181,27 @@ def exact_last(arms: Sequence[str]) -> list[str]:
 def run_missing(out: Path, requests: int | None, runs: Sequence[Run]) -> Plan:
     """Run what the folder does not have with these settings; each result is kept at once."""
     steady = any(run.load != BURST for run in runs)
-    machine = read_machine(out) if steady else None
-    plan = Plan(out, requests, machine)
-    if (machine or not steady) and all(plan.result(run) is not None for run in runs):
+    kept = Cells(out, {"engine": to_builtins(ENGINE), "requests": MEASURED})
+    plan = Plan(out, requests, kept.read("capacity") if steady else None)
+    if (plan.capacity or not steady) and all(plan.result(run) is not None for run in runs):
         return plan
     deployment = patient(local_deployment("smollm2", ENGINE, decode=DECODE))
     with engines(deployment, out):
-        if steady and machine is None:
-            machine = measure_machine(deployment, out, MEASURED, MAX_TOKENS)
-            plan = Plan(out, requests, machine)
+        if steady and plan.capacity is None:
+            plan = plan._replace(capacity=capacity(deployment, out))
+            kept.write("capacity", plan.capacity)
         for number, run in enumerate(runs):
             if plan.result(run) is None:
                 shown = run_one(plan, deployment, run)
                 print(f"{number + 1}/{len(runs)} {run}: {shown}", file=sys.stderr, flush=True)
     return plan
+
+
+def capacity(deployment: Deployment, out: Path) -> float:
+    """Return the requests a second of a load at once, with a tenth of each KV cache kept free."""
+    load = round_load(MEASURED_ROUND, MEASURED, inf, MAX_TOKENS)
+    serving = replace(deployment, routing=RESERVE, migration=None)
+    return served_rate(asyncio.run(run_load(serving, out, load, "capacity", PATIENCE))[1])
 
 
 def run_one(plan: Plan, deployment: Deployment, run: Run) -> dict[str, float]:
@@ -199,10 +216,7 @@ def run_one(plan: Plan, deployment: Deployment, run: Run) -> dict[str, float]:
     )
     load = plan.requests_of(run)
     salt = f"{run.load}-{run.round}-{run.arm}"
-    result = asyncio.run(run_load(serving, plan.out, load, salt, PATIENCE)).result
-    for one in result["requests"]:
-        del one["times"]
-    del result["samples"]
+    result, _ = asyncio.run(run_load(serving, plan.out, load, salt, PATIENCE))
     run.cells(plan.out, plan.settings(run)).write(run.arm, result)
     found = measured(result)
     return {name: round(found[name], 2) for name in ("latency", "ttft", "seconds", "failed")}

@@ -13,8 +13,8 @@ of what ``max_capacity`` with a tenth kept free serves when overloaded.
 Prints means, and the gain of `headroom` in latency over the best reserve, paired by seed, with half
 a 95% confidence interval; ``gain_TRACE_LOAD_FORECAST`` in the file is that gain in percent.
 *Goodput* counts the requests per second whose TTFT is at most 20 times, and whose TPOT at most 4
-times, what it is on an empty cluster, as in `benchmarks.live_rescheduling`. *KV* is the share of
-the caches in use until the last request has arrived.
+times, what it is on an empty cluster. *KV* is the share of the caches in use until the last
+request has arrived.
 
 The runs of a trace and load are kept in the folder as they finish, and not run again while their
 settings and policy stay the same; the report has those that are there when the program ends, or is

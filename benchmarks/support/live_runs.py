@@ -1,13 +1,12 @@
-"""One load on real engines behind one configuration of the proxy: what came of it, and why."""
+"""One load on real engines behind one configuration of the proxy, and what came of it."""
 
 import asyncio
 import hashlib
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,14 @@ import numpy as np
 
 from benchmarks.support.deployments import POLL_SECONDS, StalledError, proxy, until_idle
 from data_collection.workload.prompts import load_prompts
-from rescheduler.demo.demo_load import (
-    LoadRequest,
-    LoadRun,
-    Objectives,
-    ServedRequest,
-    load_figures,
-    metric_total,
-    preemptions,
-)
+from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, preemptions
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_process import ServerProcess
-from rescheduler.transfer.control_client import ControlClient
-from rescheduler.transfer.control_messages import ControlError
 
-FULL = 0.99
-"""Share of the KV cache from which on it is full, as in STAR's Figure 12."""
-
-_SAMPLE_SECONDS = 1.0
 _ASKS_FOR_MUCH = re.compile(
     r"[0-9]00 words|\blong\b|detail|interview|hour by hour|verses|30 |tutorial|table|every"
     r"|Write a story|steps"
 )
-
-Sample = dict[str, Any]
-"""The decode engines at one moment, in the deployment's order; counts are so far."""
-
-
-@dataclass(frozen=True)
-class LiveRun:
-    """What a load has left behind; mean seconds of moved streams' pauses, and of copies before."""
-
-    result: dict[str, Any]
-    served: list[ServedRequest]
-    pause: float
-    copying: float
 
 
 def round_load(number: int, requests: int, rate: float, max_tokens: int) -> list[LoadRequest]:
@@ -77,8 +49,8 @@ def round_load(number: int, requests: int, rate: float, max_tokens: int) -> list
 
 async def run_load(
     deployment: Deployment, folder: Path, load: Sequence[LoadRequest], salt: str, patience: float
-) -> LiveRun:
-    """Serve a load once, by engines that run and are idle.
+) -> tuple[dict[str, Any], list[ServedRequest]]:
+    """Serve a load once, by engines that run and are idle; return what is kept, and all of it.
 
     The salt keeps engines from finding prompts of other runs in their caches.
 
@@ -90,26 +62,34 @@ async def run_load(
     before = await asyncio.to_thread(preemptions, deployment)
     (folder / "proxy.log").unlink(missing_ok=True)
     run = LoadRun(deployment.proxy_url, deployment.served_name, load, salt=salt)
-    samples: list[Sample] = []
     with proxy(deployment, folder) as server:
-        async with _sampling(deployment, run, before, samples):
-            served = await completed(run, patience, server)
-        migrations = await asyncio.to_thread(_moved, deployment)
-        pause = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_gap_seconds")
-        copying = await asyncio.to_thread(_mean, deployment, "headway_proxy_migration_copy_seconds")
+        served = await completed(run, patience, server)
     await until_idle(deployment, patience)
-    loaded = [one for one in samples if one["seconds"] <= load[-1].arrives] or samples
     result = {
-        **load_figures(served, run.seconds, Objectives(inf, inf)),  # those come with the summary
-        "migrations": migrations,
+        "seconds": run.seconds,
+        "failed": float(sum(bool(one.error) for one in served)),
         "preemptions": await asyncio.to_thread(preemptions, deployment) - before,
-        "kv_use": float(np.mean([one["kv"] for one in loaded])) if loaded else float("nan"),
-        "kv_full_share": float(np.mean([max(one["kv"]) > FULL for one in loaded])),
-        "kv_difference": float(np.mean([max(one["kv"]) - min(one["kv"]) for one in loaded])),
-        "samples": samples,
         "requests": [_as_json(one, run.started) for one in served],
     }
-    return LiveRun(result, served, pause, copying)
+    return result, served
+
+
+def served_rate(served: Sequence[ServedRequest]) -> float:
+    r"""Return the requests a second that a saturated deployment serves.
+
+    .. math:: \frac{0.6 \sum_i o_i}{t_{0.8} - t_{0.2}} \Big/ \frac1n \sum_i o_i
+
+    with o tokens of a request and t the times by which a fifth and four fifths of all tokens had
+    come: neither the beginning, when caches fill, nor the end, when they empty, counts.
+    """
+    times = []
+    for one in served:
+        before = 0
+        for piece in one.chunks:
+            times += [piece.time] * (piece.tokens - before)
+            before = piece.tokens
+    begin, end = np.quantile(times, [0.2, 0.8])
+    return float(0.6 * len(served) / (end - begin))
 
 
 async def completed(
@@ -147,67 +127,14 @@ async def completed(
             await serving
 
 
-@asynccontextmanager
-async def _sampling(
-    deployment: Deployment, run: LoadRun, preempted: float, samples: list[Sample]
-) -> AsyncIterator[None]:
-    clients = [ControlClient(str(instance.control)) for instance in deployment.decode]
-
-    async def sample() -> None:
-        while True:
-            await asyncio.sleep(_SAMPLE_SECONDS)
-            with suppress(ControlError, OSError):  # one moment is missing then
-                states = [await client.state(10 * _SAMPLE_SECONDS) for client in clients]
-                migrations = await asyncio.to_thread(_moved, deployment)
-                now = await asyncio.to_thread(preemptions, deployment)
-                samples.append(
-                    {
-                        "seconds": round(time.monotonic() - run.started, 3),
-                        "kv": [round(1 - s.free_blocks / s.num_blocks, 4) for s in states],
-                        "running": [state.running for state in states],
-                        "waiting": [state.waiting for state in states],
-                        "migrations": migrations,
-                        "preemptions": round(now - preempted),
-                    }
-                )
-
-    sampling = asyncio.create_task(sample())
-    try:
-        yield
-    finally:
-        sampling.cancel()
-        with suppress(asyncio.CancelledError):
-            await sampling
-        for client in clients:
-            client.close()
-
-
 def _as_json(served: ServedRequest, started: float) -> dict[str, Any]:
     """Return what is kept of a request; times are seconds since the load began."""
-    chunks = served.chunks
     return {
         "name": served.request.name,
         "arrives": served.request.arrives,
-        "max_tokens": served.request.max_tokens,
-        "prompt": served.prompt_tokens,
         "tokens": served.tokens,
         "ttft": served.ttft,
-        "tpot": served.tpot,
-        "longest_gap": served.longest_gap,
-        "ended": chunks[-1].time - started if chunks else inf,
-        "finish_reason": served.finish_reason,
+        "ended": served.chunks[-1].time - started if served.chunks else inf,
         "error": served.error,
         "text": hashlib.sha256(served.text.encode()).hexdigest()[:16],
-        "times": [[piece.tokens, round(piece.time - started, 3)] for piece in chunks],
     }
-
-
-def _moved(deployment: Deployment) -> int:
-    url, name = f"{deployment.proxy_url}/metrics", "headway_proxy_migrations_total"
-    return round(metric_total(url, name, outcome="moved"))
-
-
-def _mean(deployment: Deployment, histogram: str) -> float:
-    url = f"{deployment.proxy_url}/metrics"
-    count = metric_total(url, f"{histogram}_count")
-    return metric_total(url, f"{histogram}_sum") / count if count else float("nan")

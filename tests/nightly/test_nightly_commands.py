@@ -23,7 +23,6 @@ INSTEAD = {
     "fairbatching_live": "--quick --trace TRACE",
     "gpu_check": "--device cpu",
     "gpu_cost": "smollm2 --quick --requests 8 --k 2 --eager",
-    "page_picture": "LOG --at 0.5 --png page.png",
 }
 """Arguments of those that have no short run, or read something."""
 
@@ -51,10 +50,8 @@ def test_the_commands_of_a_page(path: Path, tmp_path: Path, kept: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
 def test_a_benchmark_runs(name: str, tmp_path: Path, kept: Path) -> None:
-    if name == "page_picture":
-        pytest.importorskip("playwright")
     page = read_page(ROOT / "README.md")
-    page.stand_ins = {"TRACE": "a trace", "LOG": "a log"}
+    page.stand_ins = {"TRACE": "a trace"}
     described = ast.get_docstring(ast.parse(BENCHMARKS[name].read_text())) or ""
     assert f"python -m benchmarks.{name}" in described
     more = INSTEAD.get(name, "--quick")

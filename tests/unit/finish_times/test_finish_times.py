@@ -4,8 +4,8 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from virtual_fleet import Fleet, VirtualRequest, VirtualRun
 
-from benchmarks.support.virtual_fleet import Fleet, VirtualRequest, VirtualRun
 from rescheduler.emulation.emulate_options import AnswerLengths, StepSeconds
 from rescheduler.finish_times.ahead_metrics import wanted_instances
 from rescheduler.finish_times.finish_times import Observed

@@ -18,7 +18,6 @@ from rescheduler.emulation.length_posterior import forecast_edges, posterior_sur
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.finish_times.finish_times import FinishTimes, Observed
 from rescheduler.finish_times.fleet_load import FleetLoad
-from rescheduler.finish_times.interval import Interval
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable, Placements
@@ -75,9 +74,7 @@ class VirtualRun:
         ended: is told of each request that has ended.
 
     Attributes:
-        started: when each request had its first token.
-        finished: when each had its last.
-        sampled: when each was forecast once at random while it ran, and how.
+        finished: when each request had its last token.
     """
 
     def __init__(
@@ -106,10 +103,7 @@ class VirtualRun:
             lambda: self.now,
         )
         self.finish_times = FinishTimes(load, self._forecasts, lambda: self.now, observed)
-        self.started: dict[str, float] = {}
         self.finished: dict[str, float] = {}
-        self.sampled: dict[str, tuple[float, Interval]] = {}
-        self._samples: dict[str, int] = {}
         self._errors: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._edges = forecast_edges(fleet.law)
@@ -151,22 +145,11 @@ class VirtualRun:
                 self._arrive(coming.popleft())
             self.now = max(self.now, when)
             if self.now >= sample:
-                self._sample()
+                self.finish_times.sample()  # as the proxy does regularly
                 sample = self.now + 1.0
             seconds = self._step(self.instances[g])
             idle = coming[0].arrived if coming and not self._line else self.now + 0.01
             heapq.heappush(events, (self.now + seconds if seconds else max(idle, self.now), g))
-
-    def _sample(self) -> None:
-        """Forecast what runs, as the proxy does regularly."""
-        self.finish_times.sample()
-        for instance in self.instances:
-            for request in self.placements.on(instance):
-                if request.generating:
-                    n = self._samples[request.id] = self._samples.get(request.id, 0) + 1
-                    expected = self.finish_times.expect(request)
-                    if expected is not None and self._random.random() * n < 1.0:
-                        self.sampled[request.id] = self.now, expected.finish
 
     def _arrive(self, request: VirtualRequest) -> None:
         self._forecasts.began(request)
@@ -227,7 +210,6 @@ class VirtualRun:
         request._generated += 1
         if request.generated_tokens == 1:
             request.generating = True
-            self.started[request.id] = self.now
             self._publish(request, instance)
             self.finish_times.first_token(request)
         else:

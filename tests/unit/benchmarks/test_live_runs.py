@@ -1,6 +1,5 @@
 """What live measurements are made of: loads, capacity, pairs, resumption."""
 
-from dataclasses import asdict
 from math import inf, isnan
 from pathlib import Path
 
@@ -12,14 +11,11 @@ from scipy.stats import ttest_rel
 from scripted_cluster import PROMPT, cluster
 from tokenizers import Tokenizer
 
-from benchmarks import live_rescheduling
+from benchmarks.live_order import ORDERS, Plan, Run
 from benchmarks.support.deployments import StalledError
-from benchmarks.support.live_machine import Machine, read_machine, served_rate
-from benchmarks.support.live_runs import completed, round_load
-from benchmarks.support.report import mean_of, paired_difference
+from benchmarks.support.live_runs import completed, round_load, served_rate
+from benchmarks.support.report import mean_of, paired_difference, rotated
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
-
-MACHINE = Machine(0.3, 0.03, 0.02, 0.8, 0.08, 0.3, 0.1)
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)), min_size=2, max_size=12))
@@ -77,42 +73,29 @@ def test_the_served_rate_is_that_of_the_middle_whatever_beginning_and_end_take(
 
 def test_what_is_finished_with_the_same_settings_is_not_run_again(tmp_path: Path) -> None:
     runs = [
-        live_rescheduling.Run(load, number, arm)
+        Run(load, number, arm)
         for number in range(2)
-        for load in (0.7, 0.9)
-        for arm in ("jsq_load", "reserve", "survival")
+        for load in ("0.7", "0.9")
+        for arm in ("fcfs", "boost", "exact")
     ]
 
-    def missing(reserve: float = 0.1, requests: int = 6, machine: Machine = MACHINE) -> list:
-        return live_rescheduling.missing_of(tmp_path, runs, requests, reserve, machine)
+    def missing(requests: int = 6, capacity: float = 0.8) -> list[Run]:
+        plan = Plan(tmp_path, requests, capacity)
+        return [run for run in runs if plan.result(run) is None]
 
     assert missing() == runs
-    for run in runs[:4]:
-        arm = live_rescheduling.arm_of(run.arm, MACHINE, 0.1)
-        load = live_rescheduling.load_of(run, 6, MACHINE)
-        settings = live_rescheduling.settings_of(arm, load)
-        run.cells(tmp_path, settings).write(run.arm, {"seconds": 1.0})
-    assert missing() == runs[4:]
-    assert missing(reserve=0.2) == [runs[1], *runs[4:]]
-    assert missing(requests=7) == runs
-    faster = Machine(**asdict(MACHINE) | {"capacity": 1.0})
-    assert missing(machine=faster) == runs
-    found = live_rescheduling.finished(tmp_path, 0.7, ["jsq_load", "survival"], 2)
-    assert {arm: list(rounds) for arm, rounds in found.items()} == {
-        "jsq_load": [0],
-        "survival": [0],
-    }
-
-
-def test_a_damaged_measurement_of_the_machine_is_named(tmp_path: Path) -> None:
-    (tmp_path / "machine.json").write_text('{"alone_ttft": 1.0}')
-    with pytest.raises(ValueError, match="damaged, remove it to measure anew"):
-        read_machine(tmp_path)
+    plan, served = Plan(tmp_path, 6, 0.8), {"seconds": 1.0}
+    for run in runs[:2]:
+        requests = [{"name": one.name, "tokens": 9} for one in plan.requests_of(run)]
+        run.cells(tmp_path, plan.settings(run)).write(run.arm, served | {"requests": requests})
+    assert missing() == runs[2:]
+    assert missing(requests=7) == missing(capacity=1.0) == runs
+    assert {one.max_tokens for one in plan.requests_of(runs[2])} == {9}, "exact lengths are known"
+    assert plan.settings(runs[0])["order"] == ORDERS["fcfs"]
 
 
 def test_every_round_begins_with_another_arm() -> None:
-    arms = ["a", "b", "c"]
-    assert [live_rescheduling.rotated(arms, number)[0] for number in range(4)] == [*"abca"]
+    assert [rotated(["a", "b", "c"], number)[0] for number in range(4)] == [*"abca"]
 
 
 async def test_a_load_that_gets_no_tokens_is_said_to_hang(tokenizer: Tokenizer) -> None:
