@@ -22,7 +22,7 @@ BENCHMARKS = {
 INSTEAD = {
     "fairbatching_live": "--quick --trace TRACE",
     "gpu_check": "--device cpu",
-    "gpu_cost": "smollm2 --quick --requests 8 --k 2 --eager",
+    "engine_cost": "--quick --requests 8 --k 2",
 }
 """Arguments of those that have no short run, or read something."""
 
