@@ -2,8 +2,8 @@
 
     python -m benchmarks.fairness_cost [--quick] [--seeds N] [--traces DIR] [--out DIR] --json OUT
 
-The settings of `benchmarks.order`, whose traces do not say who sent a request: each is given to a
-client at random, whatever its lengths. *zipf*: 20 clients, the k-th of which sends a share in
+The settings of `benchmarks.worth order`, whose traces do not say who sent a request: each is given
+to a client at random, whatever its lengths. *zipf*: 20 clients, the k-th of which sends a share in
 proportion to 1/k. *flood*: the same 20 send half of the requests, and one more client the other
 half. The pool takes all that wait, for what it keeps out is not shared. Forecasts are noisy
 (σ = 0.8), and recorded for SmolLM2's requests behind prefill instances.
@@ -23,13 +23,11 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import Progress
 
-from benchmarks.order import NOISY, TENTH_FREE, Arm, Setting, settings
-from benchmarks.room import RECORDED, capacity
 from benchmarks.support.report import (
     Cells,
     Rounds,
@@ -38,11 +36,13 @@ from benchmarks.support.report import (
     relative_cells,
     write_report,
 )
+from benchmarks.worth import Case, capacity, cases
 from rescheduler.ordering import create_order
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import PoolConfig
 from rescheduler.simulator.results.report import markdown_table
 from rescheduler.simulator.results.run_result import RequestRecords
+from rescheduler.simulator.run_setup import run_setup
 from rescheduler.simulator.simulation import run
 from rescheduler.simulator.workloads.trace import Trace, TraceBlock
 
@@ -50,6 +50,8 @@ LOADS = (1.2, 1.0)
 ORDERS = ("fcfs", "boost")
 FAIRNESS = (0.0, 0.02, 0.25, 0.5, 1.0)
 POOL = PoolConfig(1024)
+NOISY = {"name": "noisy", "sigma": 0.8}
+TENTH_FREE: dict[str, Any] = {"name": "max_capacity", "reserve": 0.1}
 FIGURES = ("latency", "latency_p99", "light", "heaviest")
 
 Runs = dict[str, list[dict[str, float]]]
@@ -111,25 +113,25 @@ def main() -> None:
     options = parser.parse_args()
     seeds = 2 if options.quick else options.seeds
     kept = Cells(options.out)
-    found = settings(options.traces, 10 if options.quick else 1)
+    found = cases(options.traces, 10 if options.quick else 1, staged=True)
     cells = list(product(LOADS, CLIENTS, found))
     with suppress(KeyboardInterrupt), Progress() as progress:
-        for load, clients, setting in progress.track(cells, description="simulating"):
-            name = name_of(setting, load, clients, seeds)
+        for load, clients, case in progress.track(cells, description="simulating"):
+            name = name_of(case, load, clients, seeds)
             if kept.read(name) is None:
-                kept.write(name, simulated(setting, load, clients, seeds))
+                kept.write(name, simulated(case, load, clients, seeds))
     figures: dict[str, float] = {}
     tables, summaries = [], []
     for load, clients in product(LOADS, CLIENTS):
         changes: dict[str, list[float]] = defaultdict(list)
-        for setting in found:
-            runs = kept.read(name_of(setting, load, clients, seeds))
+        for case in found:
+            runs = kept.read(name_of(case, load, clients, seeds))
             if runs is None:
                 continue
             arms = {label: dict(enumerate(by_seed)) for label, by_seed in runs.items()}
-            tables.append(table(f"{setting.name}, {load:.0%} load, {clients.name}", arms))
+            tables.append(table(f"{case.name}, {load:.0%} load, {clients.name}", arms))
             for key, value in changes_of(arms).items():
-                figures[f"{key}_{setting.name}_{100 * load:.0f}_{clients.name}"] = value
+                figures[f"{key}_{case.name}_{100 * load:.0f}_{clients.name}"] = value
                 changes[key].append(value)
         if changes:
             title = f"{load:.0%} load, {clients.name}"
@@ -140,30 +142,26 @@ def main() -> None:
     write_report("fairness_cost", figures, options.json, tables=[*tables, *summaries])
 
 
-def name_of(setting: Setting, load: float, clients: Clients, seeds: int) -> str:
+def name_of(case: Case, load: float, clients: Clients, seeds: int) -> str:
     """Return what a trace's runs are kept as, otherwise for other settings."""
-    text = repr((setting, arm_of(setting), clients, ORDERS, FAIRNESS, POOL, seeds))
-    return f"{setting.name}-{load}-{clients.name}-{sha256(text.encode()).hexdigest()[:8]}"
+    text = repr((case, forecast_of(case), TENTH_FREE, clients, ORDERS, FAIRNESS, POOL, seeds))
+    return f"{case.name}-{load}-{clients.name}-{sha256(text.encode()).hexdigest()[:8]}"
 
 
-def arm_of(setting: Setting) -> Arm:
-    """Return the forecasts and the policy of all runs of a setting."""
-    return Arm({}, RECORDED if setting.staged else NOISY, TENTH_FREE)
+def forecast_of(case: Case) -> dict[str, Any]:
+    """Return the forecasts of all runs of a case: recorded ones where they exist in time."""
+    return {"name": "replay", "recording": case.config.trace["recording"]} if case.staged else NOISY
 
 
 def label_of(order: str, fairness: float) -> str:
     return f"{order}, {fairness:g}"
 
 
-def simulated(setting: Setting, load: float, clients: Clients, seeds: int) -> Runs:
-    arm = arm_of(setting)
-    setup = setting.setup(load * capacity(setting.case), arm)
-    setup = replace(
-        setup,
-        config=replace(setup.config, pool=POOL),
-        trace=SentByClients(setup.trace, clients.shares),
-    )
-    policy = create_policy(**arm.policy)
+def simulated(case: Case, load: float, clients: Clients, seeds: int) -> Runs:
+    rate, forecast = load * capacity(case), forecast_of(case)
+    setup = run_setup(case.at(rate, forecast=forecast, dispatch="pool", pool=POOL))
+    setup = replace(setup, trace=SentByClients(setup.trace, clients.shares))
+    policy = create_policy(**TENTH_FREE)
     runs: Runs = defaultdict(list)
     for seed, name, fairness in product(range(seeds), ORDERS, FAIRNESS):
         result = run(setup, policy, seed, order=create_order(name, fairness=fairness))
