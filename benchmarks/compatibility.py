@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.support.report import arguments, with_tables, write_report
 from benchmarks.support.tiny_models import TINY_MODELS
 from benchmarks.support.vllm_versions import environment_of
-from data_collection.atomic_file import write_text_atomically
+from data_collection.files import write_text_atomically
 from data_collection.versions import NEWEST_CPU_VLLM, SUPPORTED_VLLM
 from rescheduler.simulator.results.report import markdown_table
 

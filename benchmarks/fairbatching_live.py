@@ -37,7 +37,7 @@ from msgspec.structs import replace
 from benchmarks.support.fairbatching_figures import draw, print_tables, summarised
 from benchmarks.support.live_runs import completed
 from benchmarks.support.report import arguments, report
-from data_collection.atomic_file import write_text_atomically
+from data_collection.files import write_text_atomically
 from data_collection.models import resolve_model
 from rescheduler.commands.event_loop import ending_signals_raised
 from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest

@@ -14,8 +14,7 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HOME
 
-from data_collection.atomic_file import write_text_atomically
-from data_collection.text_file import read_text
+from data_collection.files import read_text, write_text_atomically
 
 __all__ = [
     "EMBEDDED_MODELS",

@@ -19,7 +19,7 @@ from benchmarks.equality.cases import CASES
 from benchmarks.equality.comparing import compare
 from benchmarks.equality.reasons import explained, table
 from benchmarks.support.report import arguments, with_tables, write_report
-from data_collection.atomic_file import write_text_atomically
+from data_collection.files import write_text_atomically
 from rescheduler.engines.deployment import read_deployment
 
 

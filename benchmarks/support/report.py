@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_collection.atomic_file import write_text_atomically
+from data_collection.files import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from rescheduler.simulator.results.metrics import half_interval
 

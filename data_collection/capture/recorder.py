@@ -16,11 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from data_collection.atomic_file import create_private_folder, replace_file
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.capture_hook import Cadence, CapturedRows
 from data_collection.capture.requests import FinishedRequest, as_recorded, parse_request_id
-from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     REQUESTS_SCHEMA,
     SERVER_STOPPED,
@@ -28,7 +26,9 @@ from data_collection.dataset.dataset_schema import (
     read_sessions,
     rows_schema,
     vector_type,
+    write_card,
 )
+from data_collection.files import create_private_folder, replace_file
 
 __all__ = ["Recorder"]
 

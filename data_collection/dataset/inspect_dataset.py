@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from data_collection.atomic_file import replace_file
 from data_collection.dataset.dataset_schema import (
     DatasetError,
     IntArray,
@@ -23,6 +22,7 @@ from data_collection.dataset.dataset_schema import (
     rows_files,
     shown,
 )
+from data_collection.files import replace_file
 
 __all__ = ["inspect"]
 

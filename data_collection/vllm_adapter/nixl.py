@@ -21,8 +21,11 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
 from data_collection.capture.requests import LEASE_SECONDS
-from data_collection.vllm_adapter.requests import written_tokens
-from data_collection.vllm_adapter.sampling_state import restores_runner_state, watch_runner
+from data_collection.vllm_adapter.requests import (
+    restores_runner_state,
+    watch_runner,
+    written_tokens,
+)
 from data_collection.vllm_adapter.support import REPORTS_FAILED_READS
 
 __all__ = ["LAYOUT", "RELEASED", "TAILS", "KeepingScheduler", "KeepingWorker"]

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from data_collection.text_file import text_lines
+from data_collection.files import text_lines
 
 __all__ = [
     "EXPECTED",

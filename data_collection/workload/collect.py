@@ -12,13 +12,13 @@ from rich.filesize import decimal
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from data_collection.capture.requests import RequestName, parse_request_id
-from data_collection.dataset.dataset_card import write_card
 from data_collection.dataset.dataset_schema import (
     SERVER_STOPPED,
     DatasetError,
     read_columns,
     read_sessions,
     requests_files,
+    write_card,
 )
 from data_collection.models import ModelIdentity, identify, resolve_model
 from data_collection.versions import vllm_version

@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_collection.dataset.export_transcripts import TRANSCRIPTS_SCHEMA
+from data_collection.dataset.dataset_commands import TRANSCRIPTS_SCHEMA
+from data_collection.files import text_lines
 from data_collection.parquet_file import UnusableParquetError, open_parquet, parquet_batches
-from data_collection.text_file import text_lines
 from data_collection.workload.engine_options import LARGEST, Sampling
 
 __all__ = [

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_collection.atomic_file import write_text_atomically
 from data_collection.dataset.dataset_schema import shown, split_requests
+from data_collection.files import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from predictor.evaluation.comparators import (
     COMPARATORS,
@@ -20,12 +20,12 @@ from predictor.evaluation.comparators import (
     KaplanMeier,
     create_comparator,
 )
-from predictor.evaluation.figures import draw_figures
 from predictor.evaluation.report import (
     AgeScores,
     Calibration,
     Evaluation,
     MethodResult,
+    draw_figures,
     markdown_report,
 )
 from predictor.evaluation.survival_metrics import (
@@ -37,7 +37,7 @@ from predictor.evaluation.survival_metrics import (
     survival_scores,
 )
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
-from predictor.forecasts.recalibration import observed_share
+from predictor.forecasts.kaplan_meier import observed_share
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import HiddenStateMLP
 from predictor.models.survival_mlp import SurvivalMLP

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sklearn.metrics import brier_score_loss, roc_auc_score
 
 from predictor.forecasts.forecast import Forecast, SurvivalForecast
-from predictor.forecasts.recalibration import observed_levels, observed_share
+from predictor.forecasts.kaplan_meier import observed_levels, observed_share
 
 __all__ = [
     "LEVELS",

@@ -13,7 +13,7 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from data_collection.atomic_file import warn_of_open_secret
+from data_collection.files import warn_of_open_secret
 from predictor.live.telemetry_messages import TelemetryError
 
 __all__ = [

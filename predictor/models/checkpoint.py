@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from huggingface_hub import hf_hub_download
 
-from data_collection.atomic_file import write_text_atomically
+from data_collection.files import read_text, write_text_atomically
 from data_collection.shipped_files import find_shipped
-from data_collection.text_file import read_text
 from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP
 from predictor.models.remaining_length_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP

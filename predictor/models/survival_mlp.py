@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from predictor.forecasts.averaging import RunningAverages, average_requests
 from predictor.forecasts.forecast import SurvivalForecast
-from predictor.forecasts.recalibration import Recalibration
+from predictor.forecasts.kaplan_meier import Recalibration
 from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP, RequestRows
 
 __all__ = ["SurvivalMLP", "hazard_nll", "hazard_rates", "log_survival"]

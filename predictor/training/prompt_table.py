@@ -18,7 +18,7 @@ from data_collection.dataset.dataset_schema import (
 )
 from data_collection.workload.prompts import PromptError, Transcript, load_transcripts
 from predictor.models.hidden_state_mlp import PROMPT_LAYER
-from predictor.prompts.prompt_embedding import PromptEmbedding, PromptEmbeddingError
+from predictor.prompts.prompt_predictor import PromptEmbedding, PromptEmbeddingError
 from predictor.training.row_table import HiddenStates, Requests, RowTable
 
 __all__ = ["load_prompt_rows"]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_collection.dataset.dataset_schema import DatasetError, SplitName, split_requests
 from predictor.models.hidden_state_mlp import RequestRows
-from predictor.prompts.prompt_embedding import PromptEmbedding
+from predictor.prompts.prompt_predictor import PromptEmbedding
 from predictor.training.prompt_table import load_prompt_rows
 from predictor.training.row_table import RowTable, load_rows
 

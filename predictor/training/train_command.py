@@ -13,14 +13,15 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from data_collection.atomic_file import write_text_atomically
-from data_collection.text_file import read_text
+from data_collection.files import read_text, write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from predictor.models.checkpoint import export_checkpoint
-from predictor.training.predictor_training import PredictorTraining
-from predictor.training.regression_training import RemainingLengthTraining
+from predictor.training.predictor_training import (
+    PredictorTraining,
+    RemainingLengthTraining,
+    SurvivalTraining,
+)
 from predictor.training.rows_data_module import RowsDataModule
-from predictor.training.survival_training import SurvivalTraining
 
 __all__ = ["TRAININGS", "ExportCheckpoint", "train"]
 

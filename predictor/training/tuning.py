@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Literal
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping
 
-from data_collection.atomic_file import write_text_atomically
-from predictor.training.predictor_training import PredictorTraining
-from predictor.training.regression_training import RemainingLengthTraining
+from data_collection.files import write_text_atomically
+from predictor.training.predictor_training import (
+    PredictorTraining,
+    RemainingLengthTraining,
+    SurvivalTraining,
+)
 from predictor.training.rows_data_module import RowsDataModule
-from predictor.training.survival_training import SurvivalTraining
 
 if TYPE_CHECKING:
     import optuna

@@ -13,7 +13,7 @@ from typing import Annotated, BinaryIO, Literal, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from data_collection.text_file import text_lines
+from data_collection.files import text_lines
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, FORWARDED
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
 
+from data_collection.files import read_text
 from data_collection.shipped_files import find_config
-from data_collection.text_file import read_text
 
 __all__ = ["CommandParser", "normalised", "resolved"]
 

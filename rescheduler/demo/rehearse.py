@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from data_collection.atomic_file import write_text_atomically
+from data_collection.files import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from data_collection.workload.arrivals import TimeUnit
 from rescheduler.commands.event_loop import held_interrupts, raise_open_files

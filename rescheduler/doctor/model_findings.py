@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from data_collection.files import read_text
 from data_collection.models import NORM_WITH_LOGITS, resolve_model
-from data_collection.text_file import read_text
 from data_collection.versions import vllm_release
 
 __all__ = ["Finding", "model_findings"]

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from data_collection.files import read_yaml
 from data_collection.shipped_files import find_config
-from data_collection.text_file import read_yaml
 from predictor.live.engine_forecasts import TelemetryConfig
 from rescheduler.emulation.step_barrier import MOST_RANKS
 from rescheduler.step_time.profile import BatchTime, Profile

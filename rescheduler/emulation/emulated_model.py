@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HOME
 
-from data_collection.atomic_file import write_text_atomically
+from data_collection.files import write_text_atomically
 from data_collection.models import IDENTITY_FILE, identify
 
 __all__ = ["MOST_TOKENS", "emulated_model"]

@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from data_collection.text_file import read_yaml
+from data_collection.files import read_yaml
 from predictor.live.zmq_sockets import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.emulation.emulate_options import EmulateOptions

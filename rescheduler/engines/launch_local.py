@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from data_collection.atomic_file import write_text_atomically
+from data_collection.files import write_text_atomically
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
 from rescheduler.engines.engine_command import LaunchError, why_port_is_not_free
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from data_collection.atomic_file import warn_of_open_secret
+from data_collection.files import warn_of_open_secret
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.gateway.exchange import Exchange
 from rescheduler.gateway.messages import (

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from data_collection.text_file import text_lines
+from data_collection.files import text_lines
 from rescheduler.monitoring.forecast_quality import ScoredRequest
 
 __all__ = ["FinishedLog", "LoggedRequest", "read_finished_log"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecasts.recalibration import observed_levels, observed_share
+from predictor.forecasts.kaplan_meier import observed_levels, observed_share
 from rescheduler.telemetry.telemetry_view import FinishedForecasts
 
 __all__ = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from predictor.evaluation.survival_metrics import LEVELS, coverage
-from predictor.forecasts.recalibration import fit_recalibration
+from predictor.forecasts.kaplan_meier import fit_recalibration
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.survival_mlp import SurvivalMLP
 from rescheduler.monitoring.finished_log import FinishedLog, LoggedRequest, read_finished_log

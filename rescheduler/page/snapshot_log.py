@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from data_collection.atomic_file import refuse_unwritable
+from data_collection.files import refuse_unwritable
 from rescheduler.page.snapshot import About, Snapshot
 from rescheduler.page.snapshot_feed import SnapshotFeed
 

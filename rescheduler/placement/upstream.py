@@ -17,8 +17,7 @@ import msgspec
 from aiohttp.client_reqrep import ConnectionKey
 from aiohttp.tracing import Trace
 
-from data_collection.atomic_file import warn_of_open_secret
-from data_collection.text_file import read_text
+from data_collection.files import read_text, warn_of_open_secret
 from rescheduler.engines.deployment import DeploymentError, Instance, ProxyOptions
 from rescheduler.openai.openai_request import (
     COMPLETIONS,

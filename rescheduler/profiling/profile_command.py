@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from data_collection.atomic_file import replace_file
+from data_collection.files import replace_file
 from data_collection.models import resolve_model
 from rescheduler.commands.event_loop import ending_signals_raised
 from rescheduler.engines.deployment import EngineOptions

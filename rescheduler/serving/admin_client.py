@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from data_collection.text_file import read_text
+from data_collection.files import read_text
 from rescheduler.engines.deployment import Deployment
 
 __all__ = [

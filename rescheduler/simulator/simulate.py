@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from data_collection.atomic_file import refuse_unwritable, replace_file, write_text_atomically
+from data_collection.files import refuse_unwritable, replace_file, write_text_atomically
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.cells import Figures
 from rescheduler.simulator.experiments.progress import compile_notice, gather

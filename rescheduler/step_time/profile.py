@@ -7,9 +7,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import yaml
 
-from data_collection.atomic_file import write_text_atomically
+from data_collection.files import read_yaml, write_text_atomically
 from data_collection.models import identify
-from data_collection.text_file import read_yaml
 from data_collection.versions import machine, vllm_version
 
 __all__ = [

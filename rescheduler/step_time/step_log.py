@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from data_collection.atomic_file import write_text_atomically
-from data_collection.text_file import read_text, text_lines
+from data_collection.files import read_text, text_lines, write_text_atomically
 from rescheduler.step_time.profile import EngineDescription
 
 __all__ = ["StepLog", "read_engine", "read_steps"]

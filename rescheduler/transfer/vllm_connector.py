@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from data_collection.capture.requests import MIGRATION_PARAMS, parse_request_id
 from data_collection.vllm_adapter import requests
 from data_collection.vllm_adapter.nixl import RELEASED, TAILS, KeepingScheduler, KeepingWorker
-from data_collection.vllm_adapter.sampling_state import restore_request, restores_runner_state
+from data_collection.vllm_adapter.requests import restore_request, restores_runner_state
 from data_collection.vllm_adapter.support import (
     BINDS_CACHE_MANAGER,
     TELLS_CUT_CALLS,

@@ -17,8 +17,8 @@ import pytest
 from forked_vllm import Command, running_command
 from truncated_model import truncated_model
 
+from data_collection.dataset.dataset_commands import export_transcripts
 from data_collection.dataset.dataset_schema import requests_files, rows_files
-from data_collection.dataset.export_transcripts import export_transcripts
 from data_collection.dataset.validate_dataset import validate
 from predictor.training.row_table import load_rows
 

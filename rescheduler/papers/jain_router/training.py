@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from data_collection.atomic_file import replace_file
+from data_collection.files import replace_file
 from data_collection.versions import source_commit
 from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.papers.jain_router.agent import AgentConfig, DoubleDQN, Episode

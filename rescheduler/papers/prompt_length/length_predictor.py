@@ -11,7 +11,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 from safetensors.numpy import save as numpy_bytes
 
-from data_collection.atomic_file import replace_file, write_text_atomically
+from data_collection.files import replace_file, write_text_atomically
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.models.checkpoint import WEIGHTS, read_config
 from predictor.models.checkpoint_card import front_matter, provenance_rows

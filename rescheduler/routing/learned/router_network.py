@@ -13,8 +13,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from data_collection.atomic_file import replace_file, write_text_atomically
-from data_collection.text_file import read_text
+from data_collection.files import read_text, replace_file, write_text_atomically
 from predictor.compilation import compiled
 from predictor.models.checkpoint_card import front_matter, provenance_rows
 from rescheduler.routing.learned.router_state import StateScales, state_size

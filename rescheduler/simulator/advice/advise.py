@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data_collection.atomic_file import refuse_unwritable
+from data_collection.files import refuse_unwritable
 from data_collection.workload.arrivals import TimeUnit
 from rescheduler.simulator.advice.cases import ROUTERS, Clock
 from rescheduler.simulator.advice.study import Study

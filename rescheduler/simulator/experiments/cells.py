@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_collection.atomic_file import write_text_atomically
-from data_collection.text_file import read_text
+from data_collection.files import read_text, write_text_atomically
 from data_collection.versions import source_commit
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data_collection.atomic_file import replace_file
+from data_collection.files import replace_file
 from rescheduler.simulator.results.metrics import Summary
 from rescheduler.simulator.results.run_result import RunResult
 

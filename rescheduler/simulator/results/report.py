@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from data_collection.atomic_file import write_text_atomically
-from data_collection.text_file import read_text
+from data_collection.files import read_text, write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.results.figures import save_figure

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data_collection.text_file import ParquetFileError, text_lines
+from data_collection.files import ParquetFileError, text_lines
 from data_collection.workload.arrivals import (
     SAMPLED,
     TimeSample,

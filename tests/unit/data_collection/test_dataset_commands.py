@@ -11,6 +11,7 @@ from recorded_dataset import D, change_shard, ended, new_session, record, step_r
 
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.recorder import Recorder
+from data_collection.dataset.dataset_commands import merge
 from data_collection.dataset.dataset_schema import (
     DatasetError,
     read_sessions,
@@ -19,7 +20,6 @@ from data_collection.dataset.dataset_schema import (
     split_requests,
 )
 from data_collection.dataset.inspect_dataset import inspect
-from data_collection.dataset.merge_datasets import merge
 from data_collection.dataset.validate_dataset import validate
 from predictor.training.row_table import load_rows
 

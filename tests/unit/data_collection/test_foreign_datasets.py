@@ -12,15 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_dataset import change_shard, new_session, record
 
+from data_collection.dataset.dataset_commands import TRANSCRIPTS_SCHEMA, export_transcripts, merge
 from data_collection.dataset.dataset_schema import (
     DatasetError,
     read_sessions,
     requests_files,
     rows_files,
 )
-from data_collection.dataset.export_transcripts import TRANSCRIPTS_SCHEMA, export_transcripts
 from data_collection.dataset.inspect_dataset import inspect
-from data_collection.dataset.merge_datasets import merge
 from data_collection.dataset.validate_dataset import validate
 from data_collection.parquet_file import UnusableParquetError, parquet_batches
 from data_collection.workload.prompts import PromptError, load_transcripts

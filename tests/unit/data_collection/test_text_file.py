@@ -11,8 +11,8 @@ from fuzzing import fuzzed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_collection import text_file
-from data_collection.text_file import read_text, text_lines
+from data_collection import files
+from data_collection.files import read_text, text_lines
 from rescheduler.commands.command_line import main
 
 TEXT = st.text(st.characters(exclude_characters="\r\n\0\ufeff", codec="utf-8"))
@@ -69,7 +69,7 @@ def test_what_is_no_text_is_named_by_file_and_line(
 
 
 def test_what_is_no_small_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_file, "_LARGEST_TEXT", 1 << 20)
+    monkeypatch.setattr(files, "_LARGEST_TEXT", 1 << 20)
     path = tmp_path / "large"
     path.write_bytes(b"a: 1\n" * 300_000)
     with pytest.raises(ValueError, match="large: over 1 MiB, too large"):
@@ -93,7 +93,7 @@ def test_a_pipe_is_read_once_and_not_waited_for_for_ever(
     writer.start()
     assert read_text(pipe) == "a: 1\n"
     writer.join()
-    monkeypatch.setattr(text_file, "_PIPE_SECONDS", 0.01)
+    monkeypatch.setattr(files, "_PIPE_SECONDS", 0.01)
     with pytest.raises(ValueError, match="pipe: nothing was written to this pipe in"):
         read_text(pipe)
 

@@ -11,8 +11,8 @@ from recorded_dataset import ended, new_session, record, step_rows
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.recorder import Recorder
 from data_collection.capture.requests import FinishedRequest, Replay, as_recorded, parse_request_id
+from data_collection.dataset.dataset_commands import export_transcripts
 from data_collection.dataset.dataset_schema import DatasetError, requests_files
-from data_collection.dataset.export_transcripts import export_transcripts
 from data_collection.dataset.validate_dataset import validate
 from data_collection.workload.engine_requests import transcript_requests
 from data_collection.workload.prompts import PromptError, load_transcripts

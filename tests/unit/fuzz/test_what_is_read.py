@@ -21,9 +21,9 @@ from measured_profiles import TRUE, profile_of
 from recorded_dataset import record
 
 from data_collection.capture.capture_config import read_capture_config
-from data_collection.dataset.export_transcripts import export_transcripts
+from data_collection.dataset.dataset_commands import export_transcripts
 from data_collection.dataset.validate_dataset import validate
-from data_collection.text_file import read_yaml
+from data_collection.files import read_yaml
 from data_collection.workload.prompts import load_prompts, load_transcripts
 from predictor.live.engine_forecasts import LiveConfig
 from predictor.models.checkpoint import export_checkpoint, load_predictor, read_config

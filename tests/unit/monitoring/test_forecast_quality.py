@@ -12,8 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from published_telemetry import Engine, GivenTelemetry, endpoint_of, frames, publisher
 
-from predictor.forecasts.kaplan_meier import survival_edges
-from predictor.forecasts.recalibration import Recalibration
+from predictor.forecasts.kaplan_meier import Recalibration, survival_edges
 from predictor.live.telemetry_messages import FinishedEvent, encode_survival
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.remaining_length_mlp import RemainingLengthMLP

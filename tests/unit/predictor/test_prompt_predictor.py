@@ -15,11 +15,14 @@ from scipy.stats import spearmanr
 from tokenizers import Tokenizer
 from training_runs import fit
 
-from data_collection.dataset.export_transcripts import TRANSCRIPTS_SCHEMA
+from data_collection.dataset.dataset_commands import TRANSCRIPTS_SCHEMA
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import CheckpointError, ModelMismatchError
-from predictor.prompts.prompt_embedding import PromptEmbedding, PromptEmbeddingError
-from predictor.prompts.prompt_predictor import PromptPredictor
+from predictor.prompts.prompt_predictor import (
+    PromptEmbedding,
+    PromptEmbeddingError,
+    PromptPredictor,
+)
 from predictor.training.prompt_table import load_prompt_rows
 
 ROOT = Path(__file__).parents[3]

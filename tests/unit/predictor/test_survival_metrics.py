@@ -24,12 +24,13 @@ from predictor.evaluation.survival_metrics import (
     survival_scores,
     within,
 )
-from predictor.forecasts.kaplan_meier import KaplanMeierCurve, survival_edges
-from predictor.forecasts.recalibration import (
+from predictor.forecasts.kaplan_meier import (
+    KaplanMeierCurve,
     Recalibration,
     fit_recalibration,
     observed_levels,
     observed_share,
+    survival_edges,
 )
 
 FloatArray = npt.NDArray[np.float64]

@@ -13,17 +13,16 @@ from memoryless_dataset import record_memoryless, true_median
 from recorded_dataset import change_shard, new_session, record
 from training_runs import CONFIGS, FEW_ROWS, QUIET, SURVIVAL, fit
 
+from data_collection.dataset.dataset_commands import merge
 from data_collection.dataset.dataset_schema import DatasetError, requests_files
-from data_collection.dataset.merge_datasets import merge
 from data_collection.dataset.validate_dataset import validate
 from predictor import RequestRows, SurvivalMLP, load_predictor
 from predictor.evaluation.evaluate import evaluate
-from predictor.forecasts.kaplan_meier import survival_edges
-from predictor.forecasts.recalibration import Recalibration
+from predictor.forecasts.kaplan_meier import Recalibration, survival_edges
 from predictor.models.hidden_state_mlp import INPUTS
+from predictor.training.predictor_training import SurvivalTraining
 from predictor.training.row_table import load_rows
 from predictor.training.rows_data_module import RowsDataModule, request_rows
-from predictor.training.survival_training import SurvivalTraining
 from rescheduler.commands.command_line import main
 
 TRAINED = ("--trainer.max_epochs", "2")

@@ -17,7 +17,7 @@ from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForeca
 from predictor.forecasts.forecast_sensitivity import binned, renewed_every, star_bins
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.survival_mlp import SurvivalMLP
-from predictor.prompts.prompt_embedding import PromptEmbedding
+from predictor.prompts.prompt_predictor import PromptEmbedding
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import request_rows
 from rescheduler.simulator.forecasts.forecast_arrays import (

@@ -1,12 +1,18 @@
-"""`headway dataset merge`: several datasets of one model as one."""
+"""`headway dataset merge` and `headway dataset transcripts`."""
 
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from data_collection.atomic_file import create_private_folder, replace_file
-from data_collection.dataset.dataset_card import write_card
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from data_collection.dataset.dataset_schema import (
+    REQUESTS_SCHEMA,
     DatasetError,
     Session,
     open_shard,
@@ -15,9 +21,9 @@ from data_collection.dataset.dataset_schema import (
     requests_files,
     rows_files,
     shown,
+    write_card,
 )
-
-__all__ = ["merge"]
+from data_collection.files import create_private_folder, replace_file
 
 
 def merge(datasets: list[Path], out: Path) -> None:
@@ -102,3 +108,71 @@ def _shards(datasets: list[Path]) -> dict[str, Path]:
                     pass  # it is whole, or refused
             shards[file.name] = file
     return shards
+
+
+_TOKENS = ("prompt_token_ids", "output_token_ids")
+_SHARED = (*_TOKENS, "finish_reason", "max_tokens", "temperature", "top_p", "source", "task")
+TRANSCRIPTS_SCHEMA = pa.schema(
+    [("id", pa.string()), *(REQUESTS_SCHEMA.field(name) for name in ("sample_index", *_SHARED))]
+)
+
+
+def export_transcripts(dataset: Path, out: Path) -> None:
+    """Write the token ids of a dataset's requests into one Parquet file.
+
+    The file takes a few bytes a token, where the rows take some kilobytes each;
+    ``headway collect --transcripts`` makes the rows of it again. Requests whose tokens were not
+    kept are left out: those that a stop of the server cut, and private ones; and those of LoRA
+    adapters, whose rows the base model would not make again.
+
+    Args:
+        dataset: folder of a dataset.
+        out: the file, which is replaced when it exists.
+
+    Raises:
+        DatasetError: the dataset is damaged or holds no token ids.
+    """
+    if out.suffix != ".parquet":
+        raise DatasetError(f"{out}: transcripts are written as Parquet; name the file *.parquet")
+    session = read_sessions(dataset)[-1]
+    answers: Counter[str] = Counter()
+    transcripts: list[dict[str, Any]] = []
+    n_without = n_adapters = 0
+    for file in requests_files(dataset):
+        table = read_columns([file], ["external_id", "prompt_index", "adapter", *_SHARED])
+        token_ids = {name: _token_ids(table[name]) for name in _TOKENS}
+        for i, request in enumerate(table.drop_columns(list(_TOKENS)).to_pylist()):
+            request |= {name: ids[i] for name, ids in token_ids.items()}
+            if any(request[name] is None or not len(request[name]) for name in _TOKENS):
+                n_without += 1
+            elif request["adapter"]:
+                n_adapters += 1
+            else:
+                name = request["external_id"]
+                if name.startswith("cmpl-"):
+                    name += f"-{request['prompt_index']}"
+                entry = {column: request[column] for column in _SHARED}
+                transcripts.append({"id": name, "sample_index": answers[name]} | entry)
+                answers[name] += 1
+    if not transcripts and n_adapters:
+        raise DatasetError(f"{dataset}: all of its requests are of LoRA adapters")
+    if not transcripts:
+        raise DatasetError(
+            f"{dataset}: none of {n_without} requests has token ids: recorded with tokens: false, "
+            "or cut by a stop of the server"
+        )
+    described = {"headway.model": session.model, "headway.revision": session.revision}
+    table = pa.Table.from_pylist(transcripts, TRANSCRIPTS_SCHEMA.with_metadata(described))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(out) as file:
+        pq.write_table(table, file, compression="zstd", compression_level=19)
+    print(f"{out}: {len(transcripts):,} answers to {len(answers):,} prompts")
+    if n_without:
+        print(f"left out: {n_without} requests without token ids")
+    if n_adapters:
+        print(f"left out: {n_adapters} requests of LoRA adapters")
+
+
+def _token_ids(column: pa.ChunkedArray) -> list[npt.NDArray[np.int32] | None]:
+    """Return each request's token ids, in a tenth of the memory that Python's numbers take."""
+    return [one.values.to_numpy() if one.is_valid else None for one in column]
