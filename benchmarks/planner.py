@@ -24,7 +24,7 @@ from benchmarks.support.report import arguments, report
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.migration import create_migration_policy
-from rescheduler.migration.inputs import migration_inputs
+from rescheduler.migration.policy import migration_inputs
 
 REQUESTS, HORIZON, MEAN_LENGTH = 64, 128, 300
 AGE = 20  # tokens since a forecast, at most

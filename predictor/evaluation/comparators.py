@@ -33,8 +33,8 @@ COMPARATORS = {
     "regressor": "predictor.evaluation.comparators:Regressor",
     "regressor_cut_as_ended": "predictor.evaluation.comparators:Regressor",
     "prompt_self_report": "rescheduler.papers.comparators.prompt_self_report:PromptSelfReport",
-    "auxiliary_encoder": "rescheduler.papers.comparators.auxiliary_models:AuxiliaryEncoder",
-    "auxiliary_causal_lm": "rescheduler.papers.comparators.auxiliary_models:AuxiliaryCausalLM",
+    "auxiliary_encoder": "rescheduler.papers.comparators.text_regressor:AuxiliaryEncoder",
+    "auxiliary_causal_lm": "rescheduler.papers.comparators.text_regressor:AuxiliaryCausalLM",
 }
 """``module:class`` of each method, by the name it has in tables and on the command line."""
 

@@ -3,28 +3,14 @@
 The same function forms the batches of the scheduler inside vLLM and of the simulator.
 """
 
-from collections.abc import Set
-from math import inf
-from typing import NamedTuple
+from collections.abc import Mapping, Set
+from math import floor, inf
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core
-
-__all__ = [
-    "DECODE_FIRST",
-    "FAIR",
-    "FAIR_FIXED",
-    "FAIR_TOKENS",
-    "FORMATIONS",
-    "BatchPlan",
-    "BatchRules",
-    "RequestRow",
-    "RequestTable",
-    "form_batch",
-    "plan_batch",
-]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -295,3 +281,147 @@ def plan_batch(rules: BatchRules, table: RequestTable) -> BatchPlan:
         tokens,
     )
     return BatchPlan({table.names[rows[i]]: int(tokens[i]) for i in order}, seconds)
+
+
+TTFT_KEY, TPOT_KEY = "ttft_s", "tpot_s"
+_BOUNDS = {TTFT_KEY: (0.001, 3600.0), TPOT_KEY: (0.0001, 60.0)}
+"""Seconds within which an objective makes sense."""
+
+
+class Objectives(NamedTuple):
+    """The objectives of a request, in seconds.
+
+    Attributes:
+        ttft: to the first token.
+        tpot: for each token after it, on average.
+    """
+
+    ttft: float
+    tpot: float
+
+    def deadline(self, arrival: float, token: int) -> float:
+        r"""Return when a token is due, :math:`arrival + TTFT + j \cdot TPOT` (Lyu et al., §3.1).
+
+        A token that comes early makes those after it no more urgent, so that an engine can save
+        time up.
+
+        Args:
+            arrival: of the request, on any clock.
+            token: j, from 0.
+        """
+        return arrival + self.ttft + token * self.tpot
+
+    def less(self, share: float) -> "Objectives":
+        """Return what to plan for, so that a share of the time is left for what comes slower."""
+        return Objectives(self.ttft * (1 - share), self.tpot * (1 - share))
+
+
+def read_objectives(given: Mapping[str, Any] | None, default: Objectives) -> Objectives:
+    """Return a request's objectives.
+
+    Args:
+        given: ``vllm_xargs`` of the request, which may hold ``ttft_s`` and ``tpot_s``.
+        default: for what is not given.
+
+    Raises:
+        ValueError: not a number, or out of bounds; the message names it.
+    """
+    if not given:
+        return default
+    return Objectives(
+        ttft=_seconds(TTFT_KEY, given.get(TTFT_KEY, default.ttft)),
+        tpot=_seconds(TPOT_KEY, given.get(TPOT_KEY, default.tpot)),
+    )
+
+
+def _seconds(key: str, value: Any) -> float:
+    low, high = _BOUNDS[key]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        raise ValueError(f"{key} must be seconds from {low:g} to {high:g}, not {value!r}")
+    return float(value)
+
+
+@compiled_core
+def prefill_budget(
+    rules: BatchRules,
+    ttft: float,
+    tpot: float,
+    slack: FloatArray,
+    context: IntArray,
+    prompt_left: IntArray,
+    whole_steps: bool,
+) -> float:
+    r"""Return PAB, the tokens of new prompts that can be computed within a TTFT (Appendix A).
+
+    Of the seconds of one TTFT, every batch takes a, and every token that falls due takes b and
+    reads its context; what is left computes prompts at b + c seconds a token (steps 1 to 5), of
+    which those already taken on are subtracted (step 6):
+
+    .. math:: PAB = \frac{1}{b + c}\Big[T - N \cdot a - \sum_i N_i\,(b + c \cdot context_i)\Big]
+              - \sum_{i \in \mathrm{prefill}} prompt_i, \qquad
+              N_i = \frac{T - slack_i}{TPOT}, \quad N = \max_i N_i + 1
+
+    with T the TTFT objective; the most urgent request has the most steps, so that N is the
+    paper's :math:`(T - \min_i slack_i)/TPOT + 1`. The paper gives no rounding. Tokens fall due at
+    :math:`slack_i + k\,TPOT`, k = 0, 1, .., so that a whole number of them, :math:`\lfloor N_i
+    \rfloor + 1`, does within T, and none if :math:`slack_i > T`: ``whole_steps``. There a
+    prefill's first token costs nothing of its own, being its prompt's; as many batches as the
+    most urgent request has tokens due end in time for all; and what is left of T after the last
+    of these costs another batch, or is lost if that is shorter than a. Without ``whole_steps``
+    :math:`N_i` is as printed, but at least 0: a request far ahead of its deadlines gives no time
+    back.
+
+    Source: Lyu et al. 2025, §3.4 and Appendix A.
+
+    Args:
+        rules: a, b and c.
+        ttft: T, seconds.
+        tpot: TPOT objective, seconds.
+        slack: [n] seconds until the deadline of each request's next token.
+        context: [n] tokens of context, of a prefill when it is computed.
+        prompt_left: [n] tokens of the prompt yet to compute, 0 for decodes.
+        whole_steps: count the tokens that fall due.
+
+    Returns:
+        Tokens; below 0 if what has been taken on is too much already.
+    """
+    seconds, most, last, taken = ttft, 0.0, 0.0, 0.0
+    for i in range(len(slack)):
+        due = (ttft - slack[i]) / tpot
+        if whole_steps:
+            due = floor(due) + 1.0
+        due = max(due, 0.0)
+        ends = slack[i] + (due - 1.0) * tpot
+        if due > most or (due == most and ends < last):
+            most, last = due, ends
+        decoded = max(due - 1.0, 0.0) if whole_steps and prompt_left[i] > 0 else due
+        seconds -= decoded * (rules.per_new + rules.per_context * context[i])
+        taken += prompt_left[i]
+    after = rules.constant
+    if whole_steps:
+        after = min(after, ttft - max(last, 0.0))
+    seconds -= most * rules.constant + after
+    a_token = rules.per_new + rules.per_context
+    if a_token <= 0.0:
+        return inf if seconds > 0.0 else -inf
+    return seconds / a_token - taken
+
+
+def table_prefill_budget(
+    rules: BatchRules, table: RequestTable, objectives: Objectives, whole_steps: bool
+) -> float:
+    """Return the tokens of new prompts that fit within a TTFT beside all requests of a table.
+
+    Tokens of all requests count as due every TPOT of the objectives, though requests may have one
+    of their own.
+    """
+    return prefill_budget(
+        rules,
+        objectives.ttft,
+        objectives.tpot,
+        table.slack,
+        table.context,
+        table.prompt_left,
+        whole_steps,
+    )

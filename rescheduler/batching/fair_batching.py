@@ -1,12 +1,13 @@
 """FairBatching inside vLLM's scheduler: every step is planned, and vLLM is held to the plan."""
 
+import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,18 +20,235 @@ from data_collection.vllm_adapter.support import refuse_other_version, refuse_un
 from data_collection.vllm_scheduler import SchedulerPart
 from predictor.live.engine_forecasts import GAUGES_ATTRIBUTE
 from rescheduler.batching.admission import rejection_reason, retry_seconds
-from rescheduler.batching.batch_formation import BatchPlan, RequestRow, RequestTable, plan_batch
-from rescheduler.batching.batch_times import BatchTimes, StepClock
-from rescheduler.batching.batching_config import VLLM_ORDER, read_batching_config
-from rescheduler.batching.garbage_collection import GarbageCollection
-from rescheduler.batching.objectives import Objectives, read_objectives
-from rescheduler.batching.prefill_budget import table_prefill_budget
-from rescheduler.step_time.profile import describe_engine, load_profile
-from rescheduler.step_time.step_log import StepLog
+from rescheduler.batching.batch_formation import (
+    DECODE_FIRST,
+    FORMATIONS,
+    BatchPlan,
+    BatchRules,
+    Objectives,
+    RequestRow,
+    RequestTable,
+    plan_batch,
+    read_objectives,
+    table_prefill_budget,
+)
+from rescheduler.batching.batching_config import VLLM_ORDER, BatchingConfig, read_batching_config
+from rescheduler.step_time.profile import (
+    BatchTime,
+    Recalibration,
+    StepLog,
+    describe_engine,
+    load_profile,
+)
 
-__all__ = ["FairBatching", "rank_path", "read_table"]
+
+class MeasuredStep(NamedTuple):
+    """A step that has been computed.
+
+    Attributes:
+        new: tokens computed in it.
+        context: tokens of context of its requests, once those are computed.
+        seconds: that it took.
+    """
+
+    new: int
+    context: int
+    seconds: float
+
+
+class _InFlight(NamedTuple):
+    scheduled: float
+    new: int
+    context: int
+
+
+class StepClock:
+    """Measures steps between their scheduling and their output, in the order of both.
+
+    With asynchronous scheduling a step is scheduled while the one before it still runs. Its time
+    then counts from that one's output on: it could not begin before.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: deque[_InFlight] = deque()
+        self._free_at = 0.0
+        self._last_output = 0.0
+
+    def begins(self, now: float) -> float:
+        """Return when a step that is scheduled now can begin, as far as that is known.
+
+        Args:
+            now: seconds of a monotonic clock, as in all methods.
+        """
+        return max(now, self._free_at) if self._in_flight else now
+
+    def scheduled(self, now: float, new: int, context: int, estimate: float) -> None:
+        """Note a step, also an empty one.
+
+        Args:
+            now: when its scheduling began.
+            new: tokens computed in it.
+            context: tokens of context of its requests, once those are computed.
+            estimate: seconds it will take, 0 when nothing is known.
+        """
+        self._free_at = self.begins(now) + estimate
+        self._in_flight.append(_InFlight(now, new, context))
+
+    def output(self, now: float) -> MeasuredStep | None:
+        """Note that the output of the oldest step has come; return it unless it was empty."""
+        step = self._in_flight.popleft()
+        seconds = now - max(step.scheduled, self._last_output)
+        self._last_output = now
+        if step.new == 0:
+            return None
+        return MeasuredStep(step.new, step.context, seconds)
+
+
+class BatchTimes:
+    """Starts from a profile and, if asked, learns from every step.
+
+    Args:
+        config: formation and budget.
+        profile: a, b and c as they were measured; None when nothing is known.
+        max_tokens: most tokens of a batch.
+
+    Attributes:
+        rules: of the next batch.
+        known: whether anything is known of the seconds of a batch.
+    """
+
+    def __init__(self, config: BatchingConfig, profile: BatchTime | None, max_tokens: int) -> None:
+        self.known = profile is not None
+        batch = profile or BatchTime(0.0, 0.0, 0.0)
+        self.rules = BatchRules(
+            formation=FORMATIONS.get(config.formation, DECODE_FIRST),
+            constant=batch.constant,
+            per_new=batch.per_new,
+            per_context=batch.per_context,
+            max_tokens=max_tokens,
+            token_budget=min(config.token_budget or max_tokens, max_tokens),
+        )
+        learns = self.known and config.recalibrate
+        self._recalibration = Recalibration(batch) if learns else None
+
+    def seconds(self, new: int, context: int) -> float:
+        """Return the estimated seconds of a batch, 0 when nothing is known or it is empty."""
+        rules = self.rules
+        batch = BatchTime(rules.constant, rules.per_new, rules.per_context)
+        return batch.seconds(new, context) if new else 0.0
+
+    @property
+    def seconds_a_token(self) -> float:
+        """Estimated seconds of a prompt's token, b + c."""
+        return self.rules.per_new + self.rules.per_context
+
+    def learn(self, step: MeasuredStep) -> None:
+        """Take a step into account."""
+        if self._recalibration is None:
+            return
+        self._recalibration.update(step.new, step.context, step.seconds)
+        a, b, c = self._recalibration.batch
+        if a != self.rules.constant or b != self.rules.per_new or c != self.rules.per_context:
+            self.rules = self.rules._replace(constant=a, per_new=b, per_context=c)
+
 
 logger = logging.getLogger("vllm.headway.batching")  # with vLLM's handler
+
+_AMPLE = 3.0
+"""Collections that must fit into the least slack."""
+
+_PATIENCE_SECONDS = 10.0
+_MOST_OBJECTS = 500_000
+_REPORT_SECONDS = 60.0
+
+
+class GarbageCollection:
+    """Collects when no prefill waits, every decode has ample slack, and some time has passed.
+
+    Left to itself Python stops the engine whenever enough objects have been made. Here automatic
+    collection is off, what is there after warm-up is frozen, and never looked at again, and a
+    collection takes place between two steps. If such a moment does not come, memory is bounded
+    by collecting anyway.
+
+    Source: Lyu et al. 2025, §4.
+
+    Attributes:
+        pauses: seconds of every collection since `start`.
+        untimely: how many of them took place because too many objects had piled up.
+    """
+
+    def __init__(
+        self, patience: float = _PATIENCE_SECONDS, most_objects: int = _MOST_OBJECTS
+    ) -> None:
+        """Set when to collect.
+
+        Args:
+            patience: least seconds between two collections.
+            most_objects: objects made, less those freed, before one takes place in any case.
+        """
+        self.pauses: list[float] = []
+        self.untimely = 0
+        self._patience, self._most_objects = patience, most_objects
+        self._began = self._collected = self._reported = time.monotonic()
+        self._running = False
+
+    def start(self) -> None:
+        """Freeze what is there, and switch automatic collection off; only once."""
+        if self._running:
+            return
+        self._running = True
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        gc.callbacks.append(self._note)
+        self._collected = time.monotonic()
+
+    def between_steps(self, prefills_wait: bool, least_slack: float) -> None:
+        """Collect if it is the time.
+
+        Args:
+            prefills_wait: whether a prompt waits to be computed.
+            least_slack: seconds until the next token of any request is due.
+        """
+        crowded = gc.get_count()[0] > self._most_objects
+        rested = time.monotonic() - self._collected > self._patience
+        last = self.pauses[-1] if self.pauses else 0.0
+        if crowded or (rested and not prefills_wait and least_slack > _AMPLE * last):
+            self.untimely += crowded
+            gc.collect()
+            if self._collected - self._reported > _REPORT_SECONDS:
+                self._tell()
+
+    def stop(self) -> None:
+        """Hand collection back to Python, and say how long the pauses were."""
+        if not self._running:
+            return
+        self._running = False
+        gc.callbacks.remove(self._note)
+        gc.unfreeze()
+        gc.enable()
+        if self.pauses:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._reported = time.monotonic()
+        logger.info(
+            "garbage collection: %d pauses, %.1f ms in all, the longest %.1f ms; %d of them "
+            "because too much had piled up",
+            len(self.pauses),
+            1e3 * sum(self.pauses),
+            1e3 * max(self.pauses),
+            self.untimely,
+        )
+
+    def _note(self, phase: str, info: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if phase == "start":
+            self._began = now
+        else:
+            self.pauses.append(now - self._began)
+            self._collected = now
+
 
 _REMEMBERED = 256
 """Clients' requests that were rejected last, whose further prompts and samples are too."""

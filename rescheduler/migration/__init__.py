@@ -1,8 +1,8 @@
 """Migration planners: which running requests move to another decode instance, and when none."""
 
-from rescheduler.migration.inputs import MigrationInputs
 from rescheduler.migration.policy import (
     Migration,
+    MigrationInputs,
     MigrationPolicy,
     Plan,
     create_migration_policy,

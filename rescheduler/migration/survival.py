@@ -5,16 +5,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE
-from rescheduler.migration.inputs import MigrationInputs
-from rescheduler.migration.policy import Migration, MigrationPolicy, Plan, migration_policy
-from rescheduler.migration.search import (
+from rescheduler.migration.policy import (
+    Migration,
+    MigrationInputs,
+    MigrationPolicy,
+    Plan,
+    migration_policy,
+)
+from rescheduler.migration.star import (
     Candidates,
     Targets,
     best_moves,
+    decayed_weights,
     weighted_variance,
     why_none,
 )
-from rescheduler.migration.star import decayed_weights
 from rescheduler.routing.policy import Needs
 
 __all__ = ["Survival"]

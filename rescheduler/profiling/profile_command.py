@@ -22,9 +22,17 @@ from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.engines.launch_process import ServerGroup, ServerProcess
 from rescheduler.profiling.grid import drive, grid
-from rescheduler.step_time.fit import fit_batch_time, fit_gradients, fit_quality, typical_steps
-from rescheduler.step_time.profile import EngineDescription, Profile, write_profile
-from rescheduler.step_time.step_log import read_engine, read_steps
+from rescheduler.step_time.profile import (
+    EngineDescription,
+    Profile,
+    fit_batch_time,
+    fit_gradients,
+    fit_quality,
+    read_engine,
+    read_steps,
+    typical_steps,
+    write_profile,
+)
 
 __all__ = ["profile"]
 

@@ -1,9 +1,8 @@
 """Routing policies: which decode instance a prefilled request goes to."""
 
-from rescheduler.routing.balance.balance_route import BR0, BRH
-from rescheduler.routing.balance.overflow_cost import FastPhi, Overflow
+from rescheduler.routing.balance.balance_route import BR0, BRH, FastPhi, Overflow
 from rescheduler.routing.bfio.policy import BFIO
-from rescheduler.routing.heuristics.headroom import Headroom
+from rescheduler.routing.heuristics.capacity import DedicatedSmallLarge, Headroom, MaxCapacity
 from rescheduler.routing.heuristics.join_shortest_queue import (
     JSQ,
     PAB,
@@ -12,7 +11,6 @@ from rescheduler.routing.heuristics.join_shortest_queue import (
     JSQTokens,
     VLLMScore,
 )
-from rescheduler.routing.heuristics.max_capacity import DedicatedSmallLarge, MaxCapacity
 from rescheduler.routing.heuristics.pool_order import FCFS, MinMin, RoundRobin
 from rescheduler.routing.learned.rl import LearnedRouter
 from rescheduler.routing.policy import (

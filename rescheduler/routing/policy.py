@@ -1,13 +1,17 @@
 """What every routing policy is: named, configured, pure, and plain about what it needs."""
 
 from abc import ABC
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
+from numba import cfunc, typeof, types
 
+import predictor.compilation  # noqa: F401  (says where machine code is kept)
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.cluster.registry import Checked, Registry
 from rescheduler.routing.inputs import (
@@ -16,18 +20,9 @@ from rescheduler.routing.inputs import (
     IntArray,
     RoutingInputs,
     empty_target,
+    new_routing_inputs,
     routing_inputs,
 )
-
-__all__ = [
-    "NO_POINTS",
-    "Needs",
-    "RoutingPolicy",
-    "create_policy",
-    "policy_names",
-    "routing_policy",
-    "spaced_points",
-]
 
 NO_POINTS: IntArray = np.empty(0, dtype=np.int64)
 
@@ -171,3 +166,33 @@ def create_policy(name: str, **options: Any) -> RoutingPolicy:
         ValueError: no such policy, no such option, or a value that the policy refuses.
     """
     return _POLICIES.create(name, options)
+
+
+Kernel = Callable[[RoutingInputs, FloatArray, IntArray], None]
+
+
+def kernel_of(policy: RoutingPolicy) -> Kernel | None:
+    """Return the policy's kernel behind a pointer, or None if it has to be asked in Python."""
+    if policy.kernel is None:
+        return None
+    return _behind_pointer(type(policy).kernel.py_func)
+
+
+@cache
+def _behind_pointer(function: Callable[..., None]) -> Kernel:
+    made: Kernel = cfunc(_signature(), cache=True)(function)
+    return made
+
+
+@cache
+def _signature() -> Any:
+    none = np.empty(0, dtype=np.int64)
+    inputs = typeof(new_routing_inputs(none, 0, none, np.empty(0), False, False, NO_EDGES))
+    return types.void(inputs, types.float64[::1], types.int64[::1])
+
+
+def _no_kernel(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
+    """Stand in for the kernel of a policy that has none; it is never called."""
+
+
+NO_KERNEL = _behind_pointer(_no_kernel)

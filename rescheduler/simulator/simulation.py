@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
-from rescheduler.batching.prefill_budget import prefill_budget
+from rescheduler.batching.batch_formation import prefill_budget
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.migration import MigrationPolicy
 from rescheduler.ordering import ServiceOrder
 from rescheduler.ordering.service_order import FirstComeFirstServed
 from rescheduler.routing import Needs, RoutingPolicy
-from rescheduler.routing.kernels import NO_KERNEL, kernel_of
+from rescheduler.routing.policy import NO_KERNEL, kernel_of
 from rescheduler.simulator.config.service_rules import service_rules
 from rescheduler.simulator.engine.batch_choice import new_batch_arrays
 from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target

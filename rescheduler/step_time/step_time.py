@@ -10,8 +10,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from predictor.compilation import compiled_core
-from rescheduler.step_time.profile import load_profile
-from rescheduler.step_time.step_log import read_steps
+from rescheduler.step_time.profile import load_profile, read_steps
 
 __all__ = ["StepTime", "batch_step_time", "create_step_time", "step_seconds"]
 

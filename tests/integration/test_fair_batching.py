@@ -15,8 +15,7 @@ from listening import Listener, listener
 from offline_engines import serve_waves
 
 from predictor.live.telemetry_messages import Message, Snapshot
-from rescheduler.step_time.profile import BatchTime
-from rescheduler.step_time.step_log import read_engine, read_steps
+from rescheduler.step_time.profile import BatchTime, read_engine, read_steps
 
 SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
 BATCH = BatchTime(constant=0.01, per_new=0.001, per_context=1e-6)

@@ -14,7 +14,7 @@ from data_collection.vllm_adapter.emulated_runner import StepSize
 from rescheduler.emulation.emulate_options import StepSeconds
 from rescheduler.emulation.step_barrier import StepBarrier
 from rescheduler.emulation.step_clock import StepClock
-from rescheduler.step_time.step_log import read_steps
+from rescheduler.step_time.profile import read_steps
 
 TIMES = StepSeconds(constant=1e-3, per_new=1e-5, per_context=1e-7)
 STEP = StepSize(requests=4, new_tokens=100, context_tokens=5_000)

@@ -11,9 +11,12 @@ from data_collection.dataset.dataset_schema import Session
 from data_collection.models import EMBEDDED_MODELS, resolve_model
 from predictor.evaluation.comparators import ConstantMedian
 from predictor.training.row_table import HiddenStates, Requests, RowTable
-from rescheduler.papers.comparators.auxiliary_models import AuxiliaryCausalLM, AuxiliaryEncoder
 from rescheduler.papers.comparators.prompt_self_report import PromptSelfReport
-from rescheduler.papers.comparators.text_regressor import TextRegressor
+from rescheduler.papers.comparators.text_regressor import (
+    AuxiliaryCausalLM,
+    AuxiliaryEncoder,
+    TextRegressor,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from torchrl.modules import MLP, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate, ValueEstimators
 
 from predictor.compilation import compiled
-from rescheduler.routing.learned.router_network import action_values, network_parameters
+from rescheduler.routing.learned.rl import action_values, network_parameters
 
 __all__ = ["AgentConfig", "DoubleDQN", "Episode"]
 

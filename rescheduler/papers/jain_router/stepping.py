@@ -16,8 +16,8 @@ from numba.typed import List
 
 from predictor.compilation import compiled, compiled_core, compiled_inline
 from rescheduler.papers.jain_router.workload_impact import ImpactRules, guidance, mixing
-from rescheduler.routing.kernels import Kernel
-from rescheduler.routing.learned.router_state import StateScales, router_state
+from rescheduler.routing.learned.rl import StateScales, router_state
+from rescheduler.routing.policy import Kernel
 from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
 from rescheduler.simulator.engine.engine_state import NONE, Arrivals, Cluster, Wanted
 from rescheduler.simulator.engine.routing_inputs import (

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rescheduler.papers.jain_router.agent import AgentConfig
-from rescheduler.papers.jain_router.router_config import RouterConfig
-from rescheduler.papers.jain_router.router_figures import draw_episode, draw_training
+from rescheduler.papers.jain_router.environment import RouterConfig
 from rescheduler.papers.jain_router.router_study import (
     CaseFigures,
     Competitor,
     competitors,
+    draw_episode,
+    draw_training,
     play,
     refuse_study,
     study_table,

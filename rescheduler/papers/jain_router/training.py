@@ -18,11 +18,12 @@ from data_collection.files import replace_file
 from data_collection.versions import source_commit
 from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.papers.jain_router.agent import AgentConfig, DoubleDQN, Episode
-from rescheduler.papers.jain_router.environment import RouterVectorEnvironment, Shaping
-from rescheduler.papers.jain_router.router_config import RouterConfig
-from rescheduler.routing.learned.rl import LearnedRouter
-from rescheduler.routing.learned.router_network import RouterCheckpoint
-from rescheduler.routing.learned.router_state import state_size
+from rescheduler.papers.jain_router.environment import (
+    RouterConfig,
+    RouterVectorEnvironment,
+    Shaping,
+)
+from rescheduler.routing.learned.rl import LearnedRouter, RouterCheckpoint, state_size
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.workers import available_cores, run_locally
 from rescheduler.simulator.run_setup import run_setup

@@ -17,8 +17,7 @@ from predictor.models.checkpoint import WEIGHTS, read_config
 from predictor.models.checkpoint_card import front_matter, provenance_rows
 from predictor.models.hidden_state_mlp import CheckpointError
 from rescheduler.papers.prompt_length.buckets import BucketCurve, LengthBuckets
-from rescheduler.papers.prompt_length.encoder import EncoderClassifier
-from rescheduler.papers.prompt_length.forest import LengthForest
+from rescheduler.papers.prompt_length.classifiers import EncoderClassifier, LengthForest
 from rescheduler.papers.prompt_length.prompt_table import Prompts
 
 __all__ = [

@@ -8,11 +8,14 @@ from data_collection.versions import machine, source_commit, versions
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import HiddenStateMLP
 from rescheduler.papers.prompt_length.buckets import BucketOptions, Shape
-from rescheduler.papers.prompt_length.encoder import EncoderOptions
-from rescheduler.papers.prompt_length.forest import ForestOptions
+from rescheduler.papers.prompt_length.classifiers import EncoderOptions, ForestOptions
 from rescheduler.papers.prompt_length.prompt_table import PromptSplit, load_answered_prompts
-from rescheduler.papers.prompt_length.report import LengthResults, write_results
-from rescheduler.papers.prompt_length.study import LengthStudy, StudyOptions
+from rescheduler.papers.prompt_length.study import (
+    LengthResults,
+    LengthStudy,
+    StudyOptions,
+    write_results,
+)
 
 __all__ = ["train_length"]
 

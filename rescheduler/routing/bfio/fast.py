@@ -4,14 +4,15 @@ import numpy as np
 
 from predictor.compilation import compiled, compiled_inline
 from rescheduler.routing.bfio.foresight import foresight, free_slots, loads_ahead
-from rescheduler.routing.bfio.search import even_out, local_search
-from rescheduler.routing.bfio.state import (
+from rescheduler.routing.bfio.search import (
     OTHERS,
     REST,
     Search,
     accumulate,
     add,
     best_waiting,
+    even_out,
+    local_search,
     nearest_waiting,
     new_search,
     rank,

@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.batching.batch_formation import form_batch
-from rescheduler.batching.prefill_budget import prefill_budget
+from rescheduler.batching.batch_formation import form_batch, prefill_budget
 from rescheduler.simulator.engine.engine_state import MIGRATED, NONE, Cluster, Rules, arrives, take
 from rescheduler.simulator.engine.slots import decode, occupied
 from rescheduler.simulator.engine.step_metrics import count_latency

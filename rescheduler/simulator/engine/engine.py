@@ -11,7 +11,7 @@ from math import ceil, floor, inf
 from typing import NamedTuple
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.routing.kernels import Kernel
+from rescheduler.routing.policy import Kernel
 from rescheduler.simulator.engine.accounts import charge_account
 from rescheduler.simulator.engine.arrivals import fill_servers, next_arrival, pool_has_room, reveal
 from rescheduler.simulator.engine.batch_choice import BatchArrays, turns_away

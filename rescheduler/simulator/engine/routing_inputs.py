@@ -8,7 +8,7 @@ import numpy.typing as npt
 from predictor.compilation import compiled, compiled_core, compiled_inline
 from predictor.forecasts.curve import add_load, load_of_known_ends, no_load
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED
-from rescheduler.migration.inputs import MigrationInputs, RequestForecasts
+from rescheduler.migration.policy import MigrationInputs, RequestForecasts
 from rescheduler.routing.inputs import RoutingInputs, count_length, limit_placements
 from rescheduler.simulator.engine.engine_state import NONE, Arrivals, Cluster, PolicyState, Rules
 from rescheduler.simulator.engine.slots import occupied

@@ -2,8 +2,14 @@
 
 import numpy as np
 
-from rescheduler.step_time.fit import fit_batch_time, fit_gradients, fit_quality
-from rescheduler.step_time.profile import BatchTime, EngineDescription, Profile
+from rescheduler.step_time.profile import (
+    BatchTime,
+    EngineDescription,
+    Profile,
+    fit_batch_time,
+    fit_gradients,
+    fit_quality,
+)
 
 __all__ = ["ENGINE", "TRUE", "profile_of", "steps_of"]
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.papers.jain_router.router_config import RouterConfig
-from rescheduler.routing.learned.router_network import Layers, RouterCheckpoint
-from rescheduler.routing.learned.router_state import state_size
+from rescheduler.papers.jain_router.environment import RouterConfig
+from rescheduler.routing.learned.rl import Layers, RouterCheckpoint, state_size
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.run_setup import RunSetup, run_setup
 

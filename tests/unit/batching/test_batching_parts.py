@@ -11,15 +11,19 @@ from rescheduler.batching.admission import retry_seconds
 from rescheduler.batching.batch_formation import (
     FAIR,
     BatchRules,
+    Objectives,
     RequestRow,
     RequestTable,
     plan_batch,
+    table_prefill_budget,
 )
-from rescheduler.batching.batch_times import BatchTimes, MeasuredStep, StepClock
 from rescheduler.batching.batching_config import BatchingConfig
-from rescheduler.batching.garbage_collection import GarbageCollection
-from rescheduler.batching.objectives import Objectives
-from rescheduler.batching.prefill_budget import table_prefill_budget
+from rescheduler.batching.fair_batching import (
+    BatchTimes,
+    GarbageCollection,
+    MeasuredStep,
+    StepClock,
+)
 from rescheduler.step_time.profile import BatchTime
 
 RULES = BatchRules(FAIR, 1 / 16, 1 / 1024, 0.0, 1000, 1000)

@@ -9,8 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from reference_batches import Held
 
-from rescheduler.batching.batch_formation import FAIR, BatchRules
-from rescheduler.batching.prefill_budget import prefill_budget
+from rescheduler.batching.batch_formation import FAIR, BatchRules, prefill_budget
 
 
 def budget(

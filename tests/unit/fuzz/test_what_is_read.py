@@ -42,7 +42,7 @@ from rescheduler.emulation.emulate_options import (
 from rescheduler.engines.deployment import ProxyOptions, read_deployment
 from rescheduler.monitoring.finished_log import LoggedRequest, read_finished_log
 from rescheduler.placement.upstream import engine_key
-from rescheduler.routing.learned.router_network import load_router
+from rescheduler.routing.learned.rl import load_router
 from rescheduler.simulator.workloads.forecast_recording import (
     ForecastRecording,
     read_recording,
@@ -50,8 +50,13 @@ from rescheduler.simulator.workloads.forecast_recording import (
 )
 from rescheduler.simulator.workloads.trace import first_requests
 from rescheduler.simulator.workloads.trace_files import TraceFile
-from rescheduler.step_time.profile import load_profile, write_profile
-from rescheduler.step_time.step_log import StepLog, read_engine, read_steps
+from rescheduler.step_time.profile import (
+    StepLog,
+    load_profile,
+    read_engine,
+    read_steps,
+    write_profile,
+)
 from rescheduler.transfer.migration_params import connector_config
 
 ROOT = Path(__file__).parents[3]

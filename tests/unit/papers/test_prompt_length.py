@@ -29,21 +29,20 @@ from rescheduler.papers.prompt_length import (
     load_length_predictor,
     load_task_classifier,
 )
-from rescheduler.papers.prompt_length.buckets import BucketOptions, Shape
-from rescheduler.papers.prompt_length.encoder import (
+from rescheduler.papers.prompt_length.buckets import BucketOptions, Shape, crps
+from rescheduler.papers.prompt_length.classifiers import (
     EncoderClassifier,
     EncoderOptions,
+    ForestOptions,
+    LengthForest,
     train_classifier,
 )
-from rescheduler.papers.prompt_length.forest import ForestOptions, LengthForest
 from rescheduler.papers.prompt_length.length_predictor import (
     save_length_predictor,
     save_task_classifier,
 )
 from rescheduler.papers.prompt_length.prompt_table import load_answered_prompts
-from rescheduler.papers.prompt_length.scores import crps
-from rescheduler.papers.text_models.fine_tuning import minilm_folder
-from rescheduler.papers.text_models.text_batches import LabelledTexts
+from rescheduler.papers.text_models.fine_tuning import LabelledTexts, minilm_folder
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "prompt_length"
 PAPER = LengthBuckets((0, 250, 1000))

@@ -16,15 +16,19 @@ from router_tasks import TASK, checkpoint, random_layers, small_setup
 from simulated_cases import engine_setup
 
 from rescheduler.papers.jain_router.environment import (
+    RouterConfig,
     RouterEnvironment,
     RouterVectorEnvironment,
     Shaping,
 )
-from rescheduler.papers.jain_router.router_config import RouterConfig
 from rescheduler.routing import LearnedRouter
 from rescheduler.routing.inputs import routing_inputs
-from rescheduler.routing.learned.router_network import action_values, network_parameters
-from rescheduler.routing.learned.router_state import router_state, state_size
+from rescheduler.routing.learned.rl import (
+    action_values,
+    network_parameters,
+    router_state,
+    state_size,
+)
 from rescheduler.simulator.engine.engine_state import FIRST_POOL
 from rescheduler.simulator.simulation import run
 

@@ -23,8 +23,7 @@ from routing_views import cluster
 
 from rescheduler.commands.command import run_command
 from rescheduler.papers.jain_router.agent import AgentConfig
-from rescheduler.papers.jain_router.environment import RouterVectorEnvironment
-from rescheduler.papers.jain_router.router_config import RouterConfig
+from rescheduler.papers.jain_router.environment import RouterConfig, RouterVectorEnvironment
 from rescheduler.papers.jain_router.router_study import competitors, play, study_table
 from rescheduler.papers.jain_router.train_router import train_routers
 from rescheduler.papers.jain_router.training import (
@@ -35,7 +34,7 @@ from rescheduler.papers.jain_router.training import (
     train_router,
 )
 from rescheduler.routing import LearnedRouter, create_policy
-from rescheduler.routing.learned.router_network import (
+from rescheduler.routing.learned.rl import (
     Layers,
     action_values,
     load_router,

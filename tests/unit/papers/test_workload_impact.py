@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured_profiles import TRUE, profile_of
 
-from rescheduler.papers.jain_router.router_config import RouterConfig
+from rescheduler.papers.jain_router.environment import RouterConfig
 from rescheduler.papers.jain_router.workload_impact import (
     ImpactRules,
     decode_impact,

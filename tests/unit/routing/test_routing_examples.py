@@ -10,8 +10,13 @@ from routing_views import cluster, placed
 
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BRH, FastPhi, Overflow
-from rescheduler.routing.balance.balance_route import brh_scores, discounts, envelope
-from rescheduler.routing.balance.overflow_cost import overflow_costs, trapezoid_weights
+from rescheduler.routing.balance.balance_route import (
+    brh_scores,
+    discounts,
+    envelope,
+    overflow_costs,
+    trapezoid_weights,
+)
 from rescheduler.routing.inputs import empty_target
 
 

@@ -23,7 +23,7 @@ from rescheduler.routing import (
     routing_policy,
 )
 from rescheduler.routing.inputs import RoutingInputs, empty_target
-from rescheduler.routing.kernels import Kernel, kernel_of
+from rescheduler.routing.policy import Kernel, kernel_of
 
 NAMES = [name for name in policy_names() if name != "rl"]  # which is trained for one size
 SHORT = {"brh": {"horizon": 12}, "overflow": {"horizon": 12}, "bfio": {"horizon": 12}}

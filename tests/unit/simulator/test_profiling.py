@@ -12,15 +12,19 @@ from measured_profiles import ENGINE, TRUE, profile_of, steps_of
 from msgspec.structs import replace
 
 from rescheduler.profiling.grid import drive, grid
-from rescheduler.step_time.fit import (
+from rescheduler.step_time.profile import (
+    BatchTime,
     Recalibration,
+    StepLog,
     fit_batch_time,
     fit_gradients,
     fit_quality,
+    load_profile,
+    read_engine,
+    read_steps,
     typical_steps,
+    write_profile,
 )
-from rescheduler.step_time.profile import BatchTime, load_profile, write_profile
-from rescheduler.step_time.step_log import StepLog, read_engine, read_steps
 
 
 @given(a=st.floats(1e-4, 0.1), b=st.floats(1e-6, 1e-2), c=st.floats(1e-8, 1e-4))

@@ -22,7 +22,7 @@ from simulated_cases import (
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.routing import RoutingPolicy, create_policy
 from rescheduler.routing.inputs import RoutingInputs
-from rescheduler.routing.kernels import kernel_of
+from rescheduler.routing.policy import kernel_of
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rescheduler.migration import Star, Survival
-from rescheduler.migration.inputs import migration_inputs
+from rescheduler.migration.policy import migration_inputs
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.engine.routing_inputs import simulated_migration_inputs
