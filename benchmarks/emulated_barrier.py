@@ -57,10 +57,9 @@ from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     SimulationConfig,
 )
+from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.results.report import markdown_table
-from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import create_candidates, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import create_candidates, run, run_setup
 from rescheduler.step_time.step_time import bfio_step_time
 
 PLACES, WAITING = 72, 4

@@ -60,8 +60,7 @@ from rescheduler.simulator.config.simulation_config import (
 )
 from rescheduler.simulator.results.metrics import run_metrics
 from rescheduler.simulator.results.report import markdown_table
-from rescheduler.simulator.run_setup import create_candidates, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import create_candidates, run, run_setup
 from rescheduler.simulator.workloads.length_generators import StarLengths
 
 SCALE, DECODE, SLOTS, BLOCK = 4, 3, 64, 32

@@ -61,8 +61,7 @@ from rescheduler.simulator.config.simulation_config import (
 )
 from rescheduler.simulator.results.metrics import run_metrics
 from rescheduler.simulator.results.report import markdown_table
-from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import run, run_setup
 
 COMPARED = ("latency", "ttft", "tpot", "goodput", "preemptions")
 SLOTS = 128

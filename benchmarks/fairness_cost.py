@@ -40,10 +40,9 @@ from benchmarks.worth import Case, capacity, cases
 from rescheduler.ordering import create_order
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import PoolConfig
+from rescheduler.simulator.results.metrics import RequestRecords
 from rescheduler.simulator.results.report import markdown_table
-from rescheduler.simulator.results.run_result import RequestRecords
-from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import run, run_setup
 from rescheduler.simulator.workloads.trace import Trace, TraceBlock
 
 LOADS = (1.2, 1.0)

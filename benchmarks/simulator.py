@@ -20,8 +20,7 @@ from rescheduler.simulator.config.simulation_config import (
     PrefillConfig,
     SimulationConfig,
 )
-from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import run, run_setup
 
 SLOTS = 72
 

@@ -50,11 +50,9 @@ from rescheduler.simulator.config.simulation_config import (
     SLOConfig,
     read_config,
 )
-from rescheduler.simulator.results.metrics import run_metrics
+from rescheduler.simulator.results.metrics import RunResult, run_metrics
 from rescheduler.simulator.results.report import markdown_table
-from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import Candidate, create_candidates, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import Candidate, create_candidates, run, run_setup
 
 LOADS = (0.8, 1.0, 1.2)
 TTFT_TIMES, TPOT_TIMES = 20.0, 4.0

@@ -20,9 +20,8 @@ from rescheduler.page.snapshot import (
     Snapshot,
 )
 from rescheduler.page.snapshot_log import LogWriter
-from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import Candidate
-from rescheduler.simulator.simulation import Simulation
+from rescheduler.simulator.results.metrics import RunResult
+from rescheduler.simulator.simulation import Candidate, Simulation
 
 __all__ = ["log_paths", "record_run"]
 

@@ -14,29 +14,24 @@ from rich.console import Console
 
 from data_collection.files import refuse_unwritable, replace_file, write_text_atomically
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.experiments.cells import Figures
-from rescheduler.simulator.experiments.progress import compile_notice, gather
-from rescheduler.simulator.experiments.sweep import sweep
+from rescheduler.simulator.experiments.runner import sweep
+from rescheduler.simulator.experiments.workers import Figures, compile_notice, gather
 from rescheduler.simulator.record_run import log_paths, record_run
-from rescheduler.simulator.results.figures import (
+from rescheduler.simulator.results.metrics import RequestRecords, RunResult, run_metrics, summarise
+from rescheduler.simulator.results.report import (
+    about,
+    document,
     draw_comparison,
     draw_loads,
     draw_power,
     draw_rescheduling,
-)
-from rescheduler.simulator.results.metrics import run_metrics, summarise
-from rescheduler.simulator.results.report import (
-    about,
-    document,
     json_text,
     markdown_report,
     refuse_foreign_folder,
     terminal_table,
     write_report,
 )
-from rescheduler.simulator.results.run_result import RequestRecords, RunResult
-from rescheduler.simulator.run_setup import Candidate, create_candidates, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import Candidate, create_candidates, run, run_setup
 from rescheduler.simulator.workloads.trace_files import announce_traces
 
 __all__ = ["simulate"]

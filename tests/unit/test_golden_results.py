@@ -34,8 +34,7 @@ from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, ClusterVi
 from rescheduler.migration import create_migration_policy
 from rescheduler.routing import create_policy, policy_names
 from rescheduler.simulator.config.simulation_config import read_config
-from rescheduler.simulator.run_setup import create_candidates, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import create_candidates, run, run_setup
 
 GOLDEN = Path(__file__).parent / "golden" / "results.json"
 ROOT = Path(__file__).parents[2]

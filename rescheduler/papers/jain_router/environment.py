@@ -30,8 +30,7 @@ from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.learned.rl import StateScales, state_bounds
 from rescheduler.routing.policy import NO_KERNEL
 from rescheduler.simulator.engine.engine_state import NONE, Wanted
-from rescheduler.simulator.run_setup import RunSetup
-from rescheduler.simulator.simulation import Simulation
+from rescheduler.simulator.simulation import RunSetup, Simulation
 from rescheduler.step_time.profile import load_profile
 
 _POSITIVE = (

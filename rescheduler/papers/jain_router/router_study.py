@@ -10,18 +10,25 @@ import numpy.typing as npt
 from rescheduler.papers.jain_router.training import Trained, Variant
 from rescheduler.routing import LearnedRouter, RoutingPolicy, create_policy
 from rescheduler.simulator.config.simulation_config import SimulationConfig, checked
-from rescheduler.simulator.experiments.progress import progress_bar
-from rescheduler.simulator.results.figures import COLOURS, create_panels, finish_axes, running_mean
+from rescheduler.simulator.experiments.workers import progress_bar
 from rescheduler.simulator.results.metrics import (
+    RequestRecords,
+    RunResult,
     Summary,
     run_metrics,
     summarise,
     time_per_output_token,
 )
-from rescheduler.simulator.results.report import Column, figure_cell, markdown_table
-from rescheduler.simulator.results.run_result import RequestRecords, RunResult
-from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.results.report import (
+    COLOURS,
+    Column,
+    create_panels,
+    figure_cell,
+    finish_axes,
+    markdown_table,
+    running_mean,
+)
+from rescheduler.simulator.simulation import run, run_setup
 
 FloatArray = npt.NDArray[np.float64]
 Figures = dict[str, float]

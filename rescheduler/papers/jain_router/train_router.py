@@ -30,8 +30,7 @@ from rescheduler.papers.jain_router.training import (
 )
 from rescheduler.routing.learned.rl import LearnedRouter
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.experiments.cells import changed_config
-from rescheduler.simulator.experiments.progress import compile_notice
+from rescheduler.simulator.experiments.workers import changed_config, compile_notice
 from rescheduler.simulator.results.report import about, refuse_foreign_folder, write_study
 from rescheduler.simulator.workloads.trace_files import announce_traces
 

@@ -26,8 +26,7 @@ from rescheduler.papers.jain_router.environment import (
 from rescheduler.routing.learned.rl import LearnedRouter, RouterCheckpoint, state_size
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.workers import available_cores, run_locally
-from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import run, run_setup
 
 __all__ = [
     "VARIANTS",

@@ -41,8 +41,12 @@ from rescheduler.papers.prompt_length.length_predictor import (
 )
 from rescheduler.papers.prompt_length.prompt_table import AnsweredPrompts, Prompts, PromptSplit
 from rescheduler.papers.text_models.fine_tuning import LabelledTexts
-from rescheduler.simulator.results.figures import create_panels, finish_axes
-from rescheduler.simulator.results.report import markdown_table, write_report
+from rescheduler.simulator.results.report import (
+    create_panels,
+    finish_axes,
+    markdown_table,
+    write_report,
+)
 
 METHODS = {
     "majority": "Most frequent bucket",

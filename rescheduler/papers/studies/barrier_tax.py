@@ -23,7 +23,7 @@ from rescheduler.simulator.config.simulation_config import SimulationConfig, rea
 from rescheduler.simulator.experiments.runner import Row
 from rescheduler.simulator.results.metrics import Summary, summarise
 from rescheduler.simulator.results.report import markdown_table, signed_share
-from rescheduler.simulator.run_setup import run_setup
+from rescheduler.simulator.simulation import run_setup
 
 __all__ = ["barrier_tax", "barrier_tax_study", "retimed_throughput"]
 

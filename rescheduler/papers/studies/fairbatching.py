@@ -17,12 +17,17 @@ import numpy as np
 
 from rescheduler.papers.studies.study import Report, Study, study_verb
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.experiments.cells import changed_config
 from rescheduler.simulator.experiments.runner import Row
-from rescheduler.simulator.results.figures import COLOURS, create_panels, finish_axes
+from rescheduler.simulator.experiments.workers import changed_config
 from rescheduler.simulator.results.metrics import Summary, summarise
-from rescheduler.simulator.results.report import markdown_table, signed_share
-from rescheduler.simulator.run_setup import run_setup
+from rescheduler.simulator.results.report import (
+    COLOURS,
+    create_panels,
+    finish_axes,
+    markdown_table,
+    signed_share,
+)
+from rescheduler.simulator.simulation import run_setup
 
 __all__ = ["LoadCurve", "fairbatching", "fairbatching_study"]
 

@@ -19,8 +19,7 @@ import numpy as np
 from rescheduler.papers.studies.study import Report, Study, study_verb
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
-from rescheduler.simulator.results.figures import COLOURS, create_panels, finish_axes
-from rescheduler.simulator.results.report import markdown_table
+from rescheduler.simulator.results.report import COLOURS, create_panels, finish_axes, markdown_table
 
 __all__ = ["fitted_slope", "scaling", "scaling_study"]
 

@@ -12,11 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.experiments.cells import groups
 from rescheduler.simulator.experiments.runner import Row, compute
-from rescheduler.simulator.results.figures import COLOURS, create_panels, finish_axes
+from rescheduler.simulator.experiments.workers import groups
 from rescheduler.simulator.results.metrics import Summary
-from rescheduler.simulator.results.report import about, write_study
+from rescheduler.simulator.results.report import (
+    COLOURS,
+    about,
+    create_panels,
+    finish_axes,
+    write_study,
+)
 
 __all__ = ["Report", "Study", "draw_cases", "study_verb"]
 

@@ -10,15 +10,15 @@ import numpy as np
 
 from data_collection.files import refuse_unwritable
 from data_collection.workload.arrivals import TimeUnit
-from rescheduler.simulator.advice.cases import ROUTERS, Clock
 from rescheduler.simulator.advice.study import Study
 from rescheduler.simulator.advice.text import advice_text, draw_advice
+from rescheduler.simulator.advice.verdicts import ROUTERS, Clock
 from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     SimulationConfig,
     SLOConfig,
 )
-from rescheduler.simulator.experiments.progress import compile_notice
+from rescheduler.simulator.experiments.workers import compile_notice
 from rescheduler.simulator.results.report import (
     about,
     json_text,

@@ -6,14 +6,12 @@ from typing import Any, NamedTuple
 
 from rescheduler.ordering import create_order
 from rescheduler.routing import create_policy
-from rescheduler.simulator.advice.cases import Clock
-from rescheduler.simulator.advice.verdicts import WORTH, Gain, gain
+from rescheduler.simulator.advice.verdicts import WORTH, Clock, Gain, gain
 from rescheduler.simulator.config.simulation_config import ArrivalsConfig, SimulationConfig
 from rescheduler.simulator.engine.step_metrics import power_model
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
 from rescheduler.simulator.results.metrics import run_metrics
-from rescheduler.simulator.run_setup import RunSetup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import RunSetup, run
 from rescheduler.simulator.workloads.forecast_recording import MEASURED_INTERVAL
 from rescheduler.simulator.workloads.trace import ResampledTrace
 from rescheduler.step_time.step_time import StepTime

@@ -6,16 +6,6 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from rescheduler.simulator.advice.cases import (
-    Case,
-    Clock,
-    Scenario,
-    capacity,
-    case_figures,
-    ladder,
-    quality_cases,
-    scenarios,
-)
 from rescheduler.simulator.advice.orders import (
     LOAD,
     OrderCase,
@@ -25,16 +15,23 @@ from rescheduler.simulator.advice.orders import (
     order_gains,
 )
 from rescheduler.simulator.advice.verdicts import (
+    Case,
+    Clock,
     Gain,
     Judgement,
     Quality,
+    Scenario,
+    capacity,
+    case_figures,
     gain,
     judge,
     judge_quality,
+    ladder,
+    quality_cases,
+    scenarios,
 )
 from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.experiments.progress import gather
-from rescheduler.simulator.experiments.workers import run_in_threads
+from rescheduler.simulator.experiments.workers import gather, run_in_threads
 from rescheduler.simulator.results.metrics import summarise
 from rescheduler.simulator.workloads.trace import ResampledTrace
 from rescheduler.step_time.step_time import StepTime

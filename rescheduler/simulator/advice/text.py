@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.simulator.advice.cases import Case
 from rescheduler.simulator.advice.orders import LOAD, OrderGains
-from rescheduler.simulator.advice.verdicts import WORTH, Gain, Judgement, Quality
-from rescheduler.simulator.results.figures import COLOURS, finish_axes
+from rescheduler.simulator.advice.verdicts import WORTH, Case, Gain, Judgement, Quality
+from rescheduler.simulator.results.report import COLOURS, finish_axes
 from rescheduler.simulator.workloads.forecast_recording import MEASURED_INTERVAL
 
 __all__ = ["advice_text", "draw_advice", "in_words"]

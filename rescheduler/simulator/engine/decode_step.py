@@ -1,17 +1,13 @@
 """A step of an instance: what it computes, how long that takes, and what has come of it."""
 
 from math import isnan
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.simulator.engine.batch_choice import (
-    BatchArrays,
-    choose_batch,
-    report_budget,
-    resume_tokens,
-    sit_out,
-)
+from rescheduler.batching.batch_formation import form_batch, prefill_budget
 from rescheduler.simulator.engine.engine_state import (
     MIGRATED,
     NEVER,
@@ -22,12 +18,259 @@ from rescheduler.simulator.engine.engine_state import (
     Rules,
     Series,
     admit,
+    arrives,
+    take,
 )
-from rescheduler.simulator.engine.slots import decode, finish, preempt, send_migrations, vacate
+from rescheduler.simulator.engine.slots import (
+    decode,
+    finish,
+    occupied,
+    preempt,
+    send_migrations,
+    vacate,
+)
 from rescheduler.simulator.engine.step_metrics import PowerModel, count_latency, mfu_watts, record
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
-__all__ = ["end_step", "prepare_steps", "start_steps"]
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+class BatchArrays(NamedTuple):
+    """The requests that an instance may compute now, decodes first, then prefills.
+
+    As `form_batch` and `prefill_budget` read them; each is [rows], of which as many are in use
+    as the instance has requests.
+
+    Attributes:
+        row: of each request.
+        slack: seconds until its next token is due.
+        tpot: its objective, seconds.
+        decoding: it decodes; else it prefills.
+        wanted: tokens that could be computed now.
+        context: tokens of context once they are.
+        order: scratch.
+        tokens: to compute.
+        prompt_left: tokens of its prompt yet to compute, 0 for decodes.
+    """
+
+    row: IntArray
+    slack: FloatArray
+    tpot: FloatArray
+    decoding: npt.NDArray[np.bool_]
+    wanted: IntArray
+    context: IntArray
+    order: IntArray
+    tokens: IntArray
+    prompt_left: IntArray
+
+
+def new_batch_arrays(rows: int) -> BatchArrays:
+    """Return arrays for as many requests as a cluster has rows."""
+    return BatchArrays(
+        row=np.zeros(rows, dtype=np.int64),
+        slack=np.zeros(rows),
+        tpot=np.zeros(rows),
+        decoding=np.zeros(rows, dtype=np.bool_),
+        wanted=np.zeros(rows, dtype=np.int64),
+        context=np.zeros(rows, dtype=np.int64),
+        order=np.zeros(rows, dtype=np.int64),
+        tokens=np.zeros(rows, dtype=np.int64),
+        prompt_left=np.zeros(rows, dtype=np.int64),
+    )
+
+
+@compiled_inline
+def slack_of(rules: Rules, cluster: Cluster, row: int, generated: int) -> float:
+    r"""Return the seconds until a request's next token is due.
+
+    .. math:: arrival + TTFT + j \cdot TPOT - now
+
+    with j tokens generated so far; or :math:`t_0 + j \cdot TPOT` from its first token on, as
+    `SLOConfig.deadlines` has it. Source: Lyu et al. 2025, §3.1.
+    """
+    service, request = rules.service, cluster.requests[row]
+    first = request.arrival + service.ttft
+    if service.from_first and generated > 0:
+        first = request.first_token
+    return first + generated * service.tpot - cluster.scalars[0].now  # type: ignore[no-any-return]
+
+
+@compiled_core
+def choose_batch(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> None:
+    """Choose an instance's next step by `form_batch`: who decodes, who waits, what is prefilled.
+
+    A prompt that is begun takes a place and the memory of all of its context. One whose last
+    chunk is computed decodes from this step on, as with any chunked prefill.
+    """
+    instance, scalars = cluster.instances[g], cluster.scalars[0]
+    started, begun = instance.decoding, instance.decoding + instance.n_filling
+    n = _list_requests(rules, cluster, batch, g, False)
+    form_batch(
+        rules.service.batches,
+        batch.slack[:n],
+        batch.tpot[:n],
+        batch.decoding[:n],
+        batch.wanted[:n],
+        batch.context[:n],
+        batch.order[:n],
+        batch.tokens[:n],
+    )
+    new, reading = 0, 0
+    for i in range(n):
+        if batch.tokens[i] > 0:
+            new += batch.tokens[i]
+            reading += batch.context[i]
+    instance.new_tokens = new
+    instance.reading = reading
+    instance.waiting = 0
+    instance.joined = 0
+    for slot in range(started):
+        waits = batch.tokens[slot] == 0
+        cluster.slot_waits[g, slot] = waits
+        if waits:
+            instance.waiting += 1
+            request = cluster.requests[batch.row[slot]]
+            if isnan(request.last_token):  # it was in the step that has just ended
+                request.last_token = scalars.now
+    instance.filling = NONE
+    instance.n_filling = 0
+    last, before = NONE, NONE
+    for i in range(started, n):
+        row = batch.row[i]
+        request = cluster.requests[row]
+        if i >= begun:
+            if batch.tokens[i] == 0:
+                before = row
+                continue
+            take(rules, cluster, g, row, before)
+            request.todo = request.context
+        request.todo -= batch.tokens[i]
+        if request.todo == 0:
+            instance.load -= request.context  # counted again as it decodes
+            request.resumes = NONE
+            cluster.slot_waits[g, instance.decoding] = False
+            decode(cluster, row, g)
+            continue
+        request.next = NONE
+        if last == NONE:
+            instance.filling = row
+        else:
+            cluster.requests[last].next = row
+        last = row
+        instance.n_filling += 1
+
+
+@compiled_core
+def _list_requests(
+    rules: Rules, cluster: Cluster, batch: BatchArrays, g: int, whole_queue: bool
+) -> int:
+    """List an instance's requests: its decodes by slot, prompts begun, its queue in its order.
+
+    Of the queue all, or those that there are places and memory for now.
+    """
+    instance = cluster.instances[g]
+    for slot in range(instance.decoding):
+        row = cluster.slot_request[g, slot]
+        request = cluster.requests[row]
+        generated = request.output - (cluster.slot_end[g, slot] - instance.steps)
+        context = request.context + instance.grown
+        _write(rules, cluster, batch, slot, row, generated, context, 0)
+    n = instance.decoding
+    row = instance.filling
+    while row != NONE:
+        request = cluster.requests[row]
+        _write(rules, cluster, batch, n, row, request.generated, request.context, request.todo)
+        n += 1
+        row = request.next
+    room = rules.kv_capacity - instance.load
+    row = instance.queue_head
+    while row != NONE:
+        request = cluster.requests[row]
+        context = request.context
+        on_its_way = arrives(rules, cluster, row) > cluster.scalars[0].now
+        if not whole_queue and (n >= rules.slots or context > room or on_its_way):
+            break
+        # Only a budget knows that what has moved here has its cache already.
+        left = 0 if whole_queue and request.resumes == MIGRATED else context
+        _write(rules, cluster, batch, n, row, request.generated, context, left)
+        room -= context
+        n += 1
+        row = request.next
+    return n  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def _write(
+    rules: Rules,
+    cluster: Cluster,
+    batch: BatchArrays,
+    i: int,
+    row: int,
+    generated: int,
+    context: int,
+    prompt_left: int,
+) -> None:
+    batch.row[i] = row
+    batch.slack[i] = slack_of(rules, cluster, row, generated)
+    batch.tpot[i] = rules.service.tpot
+    batch.decoding[i] = prompt_left == 0
+    batch.wanted[i] = max(prompt_left, 1)
+    batch.context[i] = context
+    batch.prompt_left[i] = prompt_left
+
+
+@compiled_core
+def resume_tokens(cluster: Cluster, g: int, end: float) -> int:
+    """Count the time between tokens of decodes that had sat steps out; return how many."""
+    instance, resumed = cluster.instances[g], 0
+    for slot in range(instance.decoding - instance.joined):
+        request = cluster.requests[cluster.slot_request[g, slot]]
+        if not cluster.slot_waits[g, slot] and not isnan(request.last_token):
+            count_latency(cluster, end - request.last_token, 1)
+            request.last_token = np.nan
+            resumed += 1
+    return resumed
+
+
+@compiled_core
+def sit_out(cluster: Cluster, g: int, growth: int) -> None:
+    """Put off the ends of the decodes that had no token in the step that ends, nor growth."""
+    instance = cluster.instances[g]
+    next_end = cluster.slot_end[g, 0] + 1
+    for slot in range(instance.decoding):
+        if cluster.slot_waits[g, slot]:
+            cluster.slot_end[g, slot] += 1
+            cluster.requests[cluster.slot_request[g, slot]].context -= growth
+        next_end = min(next_end, cluster.slot_end[g, slot])
+    instance.next_end = next_end
+
+
+@compiled_core
+def report_budget(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> None:
+    """Set an instance's budget as of the step that it is about to compose, see `prefill_budget`.
+
+    Until the next report, prompts placed there are subtracted from it where they are placed.
+    """
+    n = _list_requests(rules, cluster, batch, g, True)
+    service = rules.service
+    cluster.instances[g].budget = prefill_budget(
+        service.batches,
+        service.ttft,
+        service.tpot,
+        batch.slack[:n],
+        batch.context[:n],
+        batch.prompt_left[:n],
+        service.whole_steps,
+    )
+
+
+@compiled_inline
+def turns_away(rules: Rules, cluster: Cluster, row: int, g: int) -> bool:
+    """Return whether a prompt is beyond an instance's budget; an empty instance takes any."""
+    if not rules.service.admits or occupied(cluster, g) == 0:
+        return False
+    return cluster.instances[g].budget < cluster.requests[row].prompt  # type: ignore[no-any-return]
 
 
 @compiled_core

@@ -13,9 +13,13 @@ from typing import NamedTuple
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.policy import Kernel
 from rescheduler.simulator.engine.accounts import charge_account
-from rescheduler.simulator.engine.arrivals import fill_servers, next_arrival, pool_has_room, reveal
-from rescheduler.simulator.engine.batch_choice import BatchArrays, turns_away
-from rescheduler.simulator.engine.decode_step import end_step, prepare_steps, start_steps
+from rescheduler.simulator.engine.decode_step import (
+    BatchArrays,
+    end_step,
+    prepare_steps,
+    start_steps,
+    turns_away,
+)
 from rescheduler.simulator.engine.engine_state import (
     NONE,
     Arrivals,
@@ -29,7 +33,15 @@ from rescheduler.simulator.engine.engine_state import (
 )
 from rescheduler.simulator.engine.ordered_pool import order_pool
 from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs
-from rescheduler.simulator.engine.slots import land_migrations, occupied, turn_away
+from rescheduler.simulator.engine.slots import (
+    fill_servers,
+    land_migrations,
+    next_arrival,
+    occupied,
+    pool_has_room,
+    reveal,
+    turn_away,
+)
 from rescheduler.simulator.engine.step_metrics import PowerModel, observe
 from rescheduler.step_time.step_time import StepTime
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.simulator.results.run_result import LoadSeries, RequestRecords, RunResult
+from rescheduler.simulator.results.metrics import LoadSeries, RequestRecords, RunResult
 
 
 def requests(**columns: Any) -> RequestRecords:

@@ -8,7 +8,7 @@ import numpy as np
 from rescheduler.papers.jain_router.environment import RouterConfig
 from rescheduler.routing.learned.rl import Layers, RouterCheckpoint, state_size
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
-from rescheduler.simulator.run_setup import RunSetup, run_setup
+from rescheduler.simulator.simulation import RunSetup, run_setup
 
 TASK = RouterConfig(edges=(0, 64, 256), max_seconds=60.0)
 

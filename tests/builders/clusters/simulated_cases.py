@@ -22,8 +22,8 @@ from rescheduler.simulator.config.simulation_config import (
 )
 from rescheduler.simulator.engine.step_metrics import power_model
 from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, Oracle
-from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import RunSetup
+from rescheduler.simulator.results.metrics import RunResult
+from rescheduler.simulator.simulation import RunSetup
 from rescheduler.simulator.workloads.trace import TraceBlock
 from rescheduler.step_time.step_time import StepTime
 

@@ -15,10 +15,9 @@ from rescheduler.commands.command_line import main
 from rescheduler.papers.studies.barrier_tax import barrier_tax_study, retimed_throughput
 from rescheduler.papers.studies.scaling import fitted_slope, scaling_study
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
-from rescheduler.simulator.experiments.cells import groups
-from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import create_policies, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.experiments.workers import groups
+from rescheduler.simulator.results.metrics import RunResult
+from rescheduler.simulator.simulation import create_policies, run, run_setup
 from rescheduler.simulator.workloads.length_generators import BurstGPTSample, LognormalLengths
 
 ROOT = Path(__file__).parents[3]

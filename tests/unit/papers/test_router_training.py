@@ -40,8 +40,7 @@ from rescheduler.routing.learned.rl import (
     load_router,
     network_parameters,
 )
-from rescheduler.simulator.run_setup import RunSetup, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.simulation import RunSetup, run, run_setup
 
 ROOT = Path(__file__).parents[3]
 AGENT = AgentConfig(

@@ -16,7 +16,7 @@ from predictor.compilation import compiled
 from rescheduler.routing import LearnedRouter, Needs, RoutingPolicy, create_policy
 from rescheduler.routing.heuristics.join_shortest_queue import JSQTokens
 from rescheduler.routing.inputs import RoutingInputs
-from rescheduler.simulator.results.run_result import RunResult
+from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.simulation import run
 
 

@@ -14,11 +14,19 @@ import numpy as np
 import pytest
 
 from rescheduler.simulator.advice.advise import advise
-from rescheduler.simulator.advice.cases import Scenario, ladder, scenarios
 from rescheduler.simulator.advice.orders import order_cases, order_gains
 from rescheduler.simulator.advice.study import Study
 from rescheduler.simulator.advice.text import advice_text, in_words
-from rescheduler.simulator.advice.verdicts import Gain, Judgement, gain, judge, judge_quality
+from rescheduler.simulator.advice.verdicts import (
+    Gain,
+    Judgement,
+    Scenario,
+    gain,
+    judge,
+    judge_quality,
+    ladder,
+    scenarios,
+)
 from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     SimulationConfig,

@@ -15,11 +15,9 @@ from rescheduler.batching.batch_formation import FORMATIONS
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.service_rules import service_rules
 from rescheduler.simulator.config.simulation_config import SLOConfig, read_config
-from rescheduler.simulator.results.metrics import run_metrics, summarise
+from rescheduler.simulator.results.metrics import RunResult, run_metrics, summarise
 from rescheduler.simulator.results.report import markdown_report
-from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulation import Simulation, run
+from rescheduler.simulator.simulation import Simulation, run, run_setup
 
 Case = tuple[ReferenceConfig, Requests]
 

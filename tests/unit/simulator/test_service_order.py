@@ -15,11 +15,10 @@ from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.ordering import ServiceOrder, create_order
 from rescheduler.routing import Needs, RoutingPolicy, create_policy
 from rescheduler.simulator.config.simulation_config import read_config
-from rescheduler.simulator.experiments.cells import groups
+from rescheduler.simulator.experiments.workers import groups
 from rescheduler.simulator.forecasts.forecast_sources import NoForecast, Oracle
-from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import create_candidates, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.results.metrics import RunResult
+from rescheduler.simulator.simulation import create_candidates, run, run_setup
 
 RECORDING = str(Path(__file__).parents[3] / "recordings" / "smollm2-135m-instruct.parquet")
 ONE = ReferenceConfig(

@@ -14,9 +14,8 @@ from rescheduler.ordering.fairness import OUTPUT_WEIGHT, slack
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import read_config
 from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, KaplanMeier, Oracle
-from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import create_candidates, run_setup
-from rescheduler.simulator.simulation import run
+from rescheduler.simulator.results.metrics import RunResult
+from rescheduler.simulator.simulation import create_candidates, run, run_setup
 
 ONE = ReferenceConfig(
     instances=1, slots=1, capacity=1000, clock="independent", dispatch="pool", pool_limit=100

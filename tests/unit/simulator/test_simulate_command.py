@@ -26,9 +26,8 @@ from rescheduler.simulator.config.simulation_config import (
     SLOConfig,
     read_config,
 )
-from rescheduler.simulator.experiments.cells import cells_of, groups, run_cell
-from rescheduler.simulator.experiments.workers import run_locally
-from rescheduler.simulator.run_setup import create_candidates, run_setup
+from rescheduler.simulator.experiments.workers import cells_of, groups, run_cell, run_locally
+from rescheduler.simulator.simulation import create_candidates, run_setup
 
 ROOT = Path(__file__).parents[3]
 SMALL = {

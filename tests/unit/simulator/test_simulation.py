@@ -39,8 +39,7 @@ from rescheduler.simulator.forecasts.forecast_sources import (
     Noisy,
     Oracle,
 )
-from rescheduler.simulator.run_setup import run_setup
-from rescheduler.simulator.simulation import Simulation, run
+from rescheduler.simulator.simulation import Simulation, run, run_setup
 
 Case = tuple[ReferenceConfig, Requests]
 

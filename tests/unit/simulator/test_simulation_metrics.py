@@ -12,12 +12,6 @@ from scipy import stats
 
 from rescheduler.simulator.config.simulation_config import PowerConfig, SimulationConfig, SLOConfig
 from rescheduler.simulator.engine.step_metrics import load_watts, mfu_watts, power_model, watts
-from rescheduler.simulator.results.figures import (
-    draw_comparison,
-    draw_loads,
-    draw_power,
-    save_figure,
-)
 from rescheduler.simulator.results.metrics import (
     Summary,
     histogram_quantile,
@@ -25,7 +19,16 @@ from rescheduler.simulator.results.metrics import (
     summarise,
     time_per_output_token,
 )
-from rescheduler.simulator.results.report import about, document, markdown_report, terminal_table
+from rescheduler.simulator.results.report import (
+    about,
+    document,
+    draw_comparison,
+    draw_loads,
+    draw_power,
+    markdown_report,
+    save_figure,
+    terminal_table,
+)
 
 
 def test_figures_of_requests_that_come_prefilled() -> None:

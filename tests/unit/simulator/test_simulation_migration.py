@@ -12,10 +12,8 @@ from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.engine.routing_inputs import simulated_migration_inputs
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
-from rescheduler.simulator.results.metrics import run_metrics
-from rescheduler.simulator.results.run_result import RunResult
-from rescheduler.simulator.run_setup import RunSetup, create_candidates, run_setup
-from rescheduler.simulator.simulation import Simulation, run
+from rescheduler.simulator.results.metrics import RunResult, run_metrics
+from rescheduler.simulator.simulation import RunSetup, Simulation, create_candidates, run, run_setup
 
 CAPACITY = 8000
 COSTS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data_collection.workload.arrivals import Arrivals, arrival_times
 from rescheduler.simulator.advice.advise import advise
 from rescheduler.simulator.config.simulation_config import read_config
-from rescheduler.simulator.experiments.sweep import sweep
+from rescheduler.simulator.experiments.runner import sweep
 from rescheduler.simulator.simulate import simulate
 from rescheduler.simulator.workloads.trace import first_requests
 from rescheduler.simulator.workloads.trace_files import TraceFile, create_trace
