@@ -38,7 +38,7 @@ from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.emulation.scripted_answers import LENGTH, SEED
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_local import local_deployment
-from rescheduler.placement.cluster_state import running_requests
+from rescheduler.placement.guarded_policy import running_requests
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.serve import load_tokenizer, proxy_running
 from rescheduler.transfer.control_client import ControlClient

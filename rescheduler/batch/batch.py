@@ -19,12 +19,23 @@ import aiohttp
 import msgspec
 from msgspec import Raw
 
-from rescheduler.batch.batch_input import Batch, BatchRequest, read_batch
-from rescheduler.batch.batch_output import LARGEST_ANSWER, Answer, BatchOutput, result_path
-from rescheduler.batch.batch_progress import BatchProgress
-from rescheduler.batch.refusals import MOST_REFUSALS, Refusal, Refusals, is_of_the_server
-from rescheduler.commands.event_loop import end_when_asked
-from rescheduler.commands.log_format import escaped
+from rescheduler.batch.batch_files import (
+    LARGEST_ANSWER,
+    Answer,
+    Batch,
+    BatchOutput,
+    BatchRequest,
+    read_batch,
+    result_path,
+)
+from rescheduler.batch.batch_progress import (
+    MOST_REFUSALS,
+    BatchProgress,
+    Refusal,
+    Refusals,
+    is_of_the_server,
+)
+from rescheduler.commands.event_loop import end_when_asked, escaped
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS
 
 __all__ = ["BatchSender", "BatchStoppedError", "batch", "server_address"]

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from rescheduler.commands.log_format import escaped, quieten, quieten_loggers
+from rescheduler.commands.event_loop import escaped, quieten, quieten_loggers
 
 __all__ = ["VERBS", "Verb", "load_function", "main", "split_verb"]
 
@@ -211,7 +211,7 @@ def _run(verb: str, rest: list[str]) -> Any:
     quieten_loggers(verbose="--verbose" in rest)
     if function == _LIGHTNING:  # which makes its own parser
         return loaded([name.removeprefix("train "), *rest])
-    from rescheduler.commands.command import run_command
+    from rescheduler.commands.command_parser import run_command
 
     return run_command(loaded, rest, prog)
 

@@ -27,9 +27,8 @@ from rescheduler.coordination.messages import (
 )
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.live_request import LiveRequest, Prefilling, Waiting
 from rescheduler.placement.placeable import MoveOutcome
-from rescheduler.placement.request_state import Prefilling, Waiting
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
 __all__ = ["FAR", "Arrival", "CoordinatorSilentError", "Link", "Numbering"]

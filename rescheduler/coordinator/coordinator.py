@@ -16,8 +16,7 @@ from rescheduler.coordinator.session import Session, Shared
 from rescheduler.coordinator.sessions import Reception, Sessions
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.launch_engines import bound_address
-from rescheduler.placement.cluster import Cluster
-from rescheduler.placement.cluster_metrics import ClusterMetrics
+from rescheduler.placement.cluster import Cluster, ClusterMetrics
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import MoveOutcome
 from rescheduler.placement.planner import Drainer, PlannerLoop

@@ -7,14 +7,12 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rescheduler.commands.event_loop import end_when_asked, run_server
-from rescheduler.commands.log_format import log_serving
+from rescheduler.commands.event_loop import end_when_asked, log_serving, run_server
 from rescheduler.coordinator.coordinator import Coordinator
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.emulated_deployment import in_real_time
 from rescheduler.page.live_snapshots import LiveSnapshots
-from rescheduler.page.snapshot_feed import SnapshotFeed
-from rescheduler.page.snapshot_log import recording, refuse_log
+from rescheduler.page.snapshot import SnapshotFeed, recording, refuse_log
 from rescheduler.serving.admin_app import AdminListener
 from rescheduler.serving.connection import (
     cannot_listen,

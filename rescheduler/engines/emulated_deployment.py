@@ -15,12 +15,13 @@ from msgspec.structs import fields, replace
 from data_collection.models import resolve_model
 from rescheduler.emulation.emulate_options import (
     MACHINE_FIELDS,
+    MOST_TOKENS,
     BarrierGroup,
     EmulateConfig,
     EmulateOptions,
+    emulated_model,
     read_machine,
 )
-from rescheduler.emulation.emulated_model import MOST_TOKENS, emulated_model
 from rescheduler.engines.deployment import Deployment, DeploymentError, EngineOptions, Instance
 
 __all__ = [

@@ -18,15 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from predictor.live.zmq_sockets import is_loopback, tcp_endpoint
-from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
-from rescheduler.commands.listening_sockets import listen
+from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised, listen
 from rescheduler.engines.deployment import (
     Deployment,
     DeploymentError,
     Instance,
     read_deployment,
 )
-from rescheduler.engines.draining import Drain, Load
 from rescheduler.engines.emulated_deployment import emulated, in_real_time, model_to_load
 from rescheduler.engines.engine_command import (
     EngineCommand,
@@ -45,6 +43,8 @@ from rescheduler.engines.launch_process import (
     end_of_log,
 )
 from rescheduler.engines.launch_upgrade import (
+    Drain,
+    Load,
     Plan,
     PlannedServer,
     Requests,

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from rescheduler.commands.event_loop import ending_signals_held
-from rescheduler.commands.listening_sockets import variables_for
-from rescheduler.engines.draining import Drain, Load, load_of
+from rescheduler.commands.event_loop import ending_signals_held, variables_for
 from rescheduler.engines.engine_command import EngineCommand, LaunchError
+from rescheduler.engines.launch_upgrade import Drain, Load, load_of
 from rescheduler.transfer.control_messages import DRAINING_FILE
 
 __all__ = ["GRACE_SECONDS", "START_SECONDS", "ServerGroup", "ServerProcess", "Stage", "end_of_log"]

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from rescheduler.engines.draining import Drain, wait_until_idle
+from rescheduler.engines.launch_upgrade import Drain, wait_until_idle
 
 __all__ = ["main"]
 

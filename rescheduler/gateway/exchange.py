@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from typing import Any
 from urllib.parse import unquote
 
-from rescheduler.gateway.engine_answer import EngineAnswer
 from rescheduler.gateway.messages import (
     Body,
     Event,
@@ -15,10 +14,15 @@ from rescheduler.gateway.messages import (
     ProtocolError,
     Trailers,
 )
-from rescheduler.gateway.running_requests import RunningRequests
+from rescheduler.gateway.running_requests import EngineAnswer, RunningRequests
 from rescheduler.openai.body_memory import KeptBody
-from rescheduler.openai.engine_body import given_name
-from rescheduler.openai.openai_request import CHAT, COMPLETIONS, FORWARDED, RequestRefusedError
+from rescheduler.openai.openai_request import (
+    CHAT,
+    COMPLETIONS,
+    FORWARDED,
+    RequestRefusedError,
+    given_name,
+)
 from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.live_request import LiveRequest
 

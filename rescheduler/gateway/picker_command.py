@@ -5,8 +5,7 @@ import gc
 import logging
 from pathlib import Path
 
-from rescheduler.commands.event_loop import end_when_asked, run_server
-from rescheduler.commands.log_format import log_serving
+from rescheduler.commands.event_loop import end_when_asked, log_serving, run_server
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.emulated_deployment import in_real_time
 

@@ -1,27 +1,23 @@
 """How good the forecasts of running engines are, from the requests that have ended."""
 
+import asyncio
+import logging
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from predictor.forecasts.kaplan_meier import observed_levels, observed_share
+from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import FinishedForecasts
-
-__all__ = [
-    "AGES",
-    "INTERVALS",
-    "MIN_REQUESTS",
-    "ForecastFigures",
-    "ForecastQuality",
-    "LastHour",
-    "ScoredRequest",
-    "score",
-]
-
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -263,3 +259,139 @@ class LastHour:
 
 def _minute(now: float) -> int:
     return int(now // 60)
+
+
+logger = logging.getLogger("headway.serve")
+
+_SECONDS = 1.0
+_MOST = 100
+"""Requests that are scored at a time, which takes 0.3 ms each."""
+
+
+class ForecastScores:
+    """Scores the forecasts of the requests that end.
+
+    Attributes:
+        lock: held while the scores change; read them under it only.
+        quality: of the last requests.
+        hour: of those of the last hour.
+    """
+
+    def __init__(
+        self, telemetry: TelemetrySubscriber, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        telemetry.keep_history()
+        self._telemetry, self._clock = telemetry, clock
+        self.lock = threading.Lock()
+        self.quality, self.hour = ForecastQuality(), LastHour()
+
+    def take(self) -> None:
+        """Score what has ended since the last call; of very many an even part."""
+        ended, now = self._telemetry.take_finished(), self._clock()
+        chosen = ended[:: max(1, ceil(len(ended) / _MOST))]
+        scored = [one.figures() for one in map(score, chosen) if one is not None]
+        with self.lock:
+            for figures in scored:
+                self.quality.add(figures)
+                self.hour.add(figures, now)
+
+    async def run(self) -> None:
+        """Score what ends, forever, in a thread."""
+        while True:
+            await asyncio.sleep(_SECONDS)
+            try:
+                await asyncio.to_thread(self.take)
+            except Exception:
+                logger.exception("the forecasts of what has ended cannot be scored")
+
+
+class ForecastMetrics(Collector):
+    """Reads telemetry and scores whenever Prometheus asks.
+
+    Args:
+        clock: monotonic seconds, as the telemetry's.
+    """
+
+    def __init__(
+        self,
+        telemetry: TelemetrySubscriber,
+        scores: ForecastScores,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._telemetry, self._scores, self._clock = telemetry, scores, clock
+        self._most_lost = 0
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric as it is now."""
+        with self._scores.lock:
+            metrics = list(self._forecast_metrics())
+        with self._telemetry.lock:
+            metrics += self._telemetry_metrics()
+        yield from metrics
+
+    def _forecast_metrics(self) -> Iterator[Metric]:
+        quality = self._scores.quality
+        figures = quality.figures()
+        error = GaugeMetricFamily(
+            "headway_forecast_mae_tokens", "Mean absolute error of the median, rolling."
+        )
+        bias = GaugeMetricFamily(
+            "headway_forecast_bias_tokens",
+            "Mean of median less what came, rolling, by tokens generated at the forecast.",
+            labels=["age"],
+        )
+        covered = GaugeMetricFamily(
+            "headway_forecast_coverage_ratio",
+            "Share of ends inside the central interval of this probability, rolling.",
+            labels=["interval"],
+        )
+        if figures is not None:
+            error.add_metric([], figures.mae())
+            for age, tokens in figures.bias_by_age().items():
+                bias.add_metric([age], tokens)
+            for level, share in figures.coverage().items():
+                covered.add_metric([str(level / 100)], share)
+        yield from (error, bias, covered)
+        yield GaugeMetricFamily(
+            "headway_forecast_miscalibrated",
+            "1 while the coverage of the 80% interval is too far off.",
+            value=quality.alarm() is not None,
+        )
+        yield CounterMetricFamily(
+            "headway_forecast_scored_requests",
+            "Finished requests whose forecasts were scored.",
+            value=quality.scored,
+        )
+
+    def _telemetry_metrics(self) -> Iterator[Metric]:
+        view, now = self._telemetry.view, self._clock()
+        self._most_lost = max(self._most_lost, view.lost)  # a late message lowers it again
+        messages = CounterMetricFamily(
+            "headway_telemetry_message_errors",
+            "Telemetry messages that went wrong.",
+            labels=["kind"],
+        )
+        for kind in ("malformed", "lost", "duplicated", "outdated", "foreign"):
+            count = self._most_lost if kind == "lost" else getattr(view, kind)
+            messages.add_metric([kind], count)
+        yield messages
+        labels = ["instance_name", "rank"]
+        running, waiting, usage, budget, stale = (
+            GaugeMetricFamily(f"headway_instance_{name}", text, labels=labels)
+            for name, text in (
+                ("num_requests_running", "Requests in the running batch."),
+                ("num_requests_waiting", "Requests that wait to be scheduled."),
+                ("kv_cache_usage_ratio", "Share of the KV cache in use."),
+                ("prefill_budget_tokens", "Tokens of new prompts that can be computed in time."),
+                ("stale", "1 while the engine has not reported recently."),
+            )
+        )
+        for key, instance in view.instances.items():
+            names = [key.name, str(key.rank)]
+            running.add_metric(names, instance.gauges.running)
+            waiting.add_metric(names, instance.gauges.waiting)
+            usage.add_metric(names, instance.gauges.kv_usage)
+            if instance.gauges.prefill_budget is not None:
+                budget.add_metric(names, instance.gauges.prefill_budget)
+            stale.add_metric(names, view.is_stale(key, now))
+        yield from (running, waiting, usage, budget, stale)

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-
-__all__ = ["ContinuedText", "TextRules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +125,156 @@ class ContinuedText:
         shown = best_end if self._rules.include_stop else best_end - len(self.stopped)
         self.text = self.text[:shown]
         return True
+
+
+class ParsedAgain:
+    """What an engine needs to parse an answer again, and what it cannot know of it.
+
+    The parser's state is in the server of one engine. The next engine parses all tokens again, in
+    the same chunks, and tells what comes after those that the client has: first the last chunk of
+    the engine that froze the request, which the client has not seen.
+
+    Attributes:
+        cut: another engine goes on.
+        shown: tokens whose chunks the client has.
+        chunks: in which tokens came: how many in a row, and the tokens of each.
+    """
+
+    def __init__(self) -> None:
+        self.cut = False
+        self.shown = 0
+        self.chunks: list[list[int]] = []
+        self._tokens = 0
+        self._logprobs: list[Any] = []
+        self._calls: dict[int, str] = {}
+
+    def repeated(self, tokens: int) -> int:
+        """Return how many of the next tokens to be shown have been generated before."""
+        return min(tokens, self._tokens - self.shown)
+
+    def show(self, token_ids: list[int], repeated: int = 0) -> None:
+        """Note tokens of a chunk that the client gets; the first ones may be noted already."""
+        self._generate(len(token_ids) - repeated)
+        self.shown += len(token_ids)
+
+    def hide(self, token_ids: list[int], logprobs: list[Any]) -> list[int]:
+        """Note tokens of a chunk that the client does not get; return those that are new."""
+        repeated = self.repeated(len(token_ids))
+        self._generate(len(token_ids) - repeated)
+        self._logprobs += logprobs[repeated:]
+        return token_ids[repeated:]
+
+    def begin_call(self, index: int, id: str | None) -> None:
+        """Note a tool call, and the id that its first engine gave it."""
+        if id is not None:
+            self._calls.setdefault(index, id)
+
+    def mend(self, choice: dict[str, Any], repeated: int) -> None:
+        """Put into a chunk of the next engine what only the engine before knew.
+
+        These are the log-probabilities of its first tokens, and ids of calls: engines draw them.
+        """
+        for call in choice["delta"].get("tool_calls") or ():
+            id, named = call.get("id"), (call.get("function") or {}).get("name")
+            if id is not None and not named:
+                call["id"] = self._calls.get(call["index"], id)
+            self.begin_call(call["index"], id)
+        if choice.get("logprobs") and repeated:
+            choice["logprobs"]["content"][:repeated] = self._logprobs[:repeated]
+        del self._logprobs[:repeated]
+
+    def _generate(self, tokens: int) -> None:
+        self._tokens += tokens
+        if not tokens:
+            return
+        if self.chunks and self.chunks[-1][1] == tokens:
+            self.chunks[-1][0] += 1
+        else:
+            self.chunks.append([1, tokens])
+
+
+_encode = msgspec.json.encode
+
+
+class ChunkJoiner:
+    """Gives a client the chunks that it asked for by ``stream_interval``.
+
+    As of vLLM's engines, the first tokens come at once, then a chunk with every so many tokens, and
+    the end at once. Engines themselves send each token as it comes: what is not yet sent would be
+    lost with them, and nobody could tell a long interval from a stream that hangs.
+
+    Args:
+        interval: tokens between two chunks.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._sent = 0
+        self._joined: dict[str, Any] | None = None
+
+    def take(self, chunks: list[bytes], generated: int) -> list[bytes]:
+        """Take chunks, as JSON; return those that are due.
+
+        Args:
+            chunks: of the engine, in order.
+            generated: tokens of the request with these.
+        """
+        due: list[bytes] = []
+        for data in chunks:
+            chunk = msgspec.json.decode(data)
+            if not chunk.get("choices"):
+                due += self.rest()
+                due.append(data)
+            elif self._joined is None:
+                self._joined = chunk
+            else:
+                _join(self._joined, chunk)
+            if self._joined is not None and self._joined["choices"][0].get("finish_reason"):
+                due += self.rest()
+        if self._sent == 0 or generated - self._sent >= self._interval:
+            due += self.rest()
+            self._sent = generated
+        return due
+
+    def rest(self) -> list[bytes]:
+        """Return what has not been sent."""
+        joined, self._joined = self._joined, None
+        return [] if joined is None else [_encode(joined)]
+
+
+def _join(joined: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if key == "choices":
+            _join_values(joined["choices"][0], value[0])
+        elif value is not None:
+            joined[key] = value
+
+
+def _join_values(joined: dict[str, Any], more: dict[str, Any]) -> None:
+    """Join the text, tokens and other lists of two chunks; of other values the newer one stays."""
+    for key, value in more.items():
+        before = joined.get(key)
+        if key == "tool_calls" and isinstance(before, list) and isinstance(value, list):
+            _join_calls(before, value)
+        elif key in _JOINED and isinstance(before, str) and isinstance(value, str):
+            joined[key] = before + value
+        elif key in _JOINED and isinstance(before, list) and isinstance(value, list):
+            before += value
+        elif isinstance(before, dict) and isinstance(value, dict):
+            _join_values(before, value)
+        elif value is not None:
+            joined[key] = value
+
+
+_JOINED = (
+    *("text", "content", "reasoning", "reasoning_content", "arguments", "token_ids"),
+    *("tokens", "token_logprobs", "top_logprobs", "text_offset"),
+)
+
+
+def _join_calls(joined: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
+    for call in more:
+        if joined and joined[-1].get("index") == call.get("index"):
+            _join_values(joined[-1], call)
+        else:
+            joined.append(call)

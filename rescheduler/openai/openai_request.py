@@ -1,24 +1,17 @@
 """What a client asks for, and the errors that it is answered with."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite, nan
+from typing import Any
 
 import msgspec
 from msgspec import Raw
+from msgspec.json import encode
 
-__all__ = [
-    "ALWAYS_STREAM",
-    "CHAT",
-    "COMPLETIONS",
-    "FORWARDED",
-    "LONGEST_MODEL",
-    "MESSAGES",
-    "MOST_TOKENS",
-    "NOT_SERVED",
-    "UNREADABLE",
-    "ClientRequest",
-    "RequestRefusedError",
-    "error_body",
-]
+from data_collection.capture.requests import MIGRATION_PARAMS
+from rescheduler.transfer.migration_params import signed
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -197,3 +190,215 @@ class ClientRequest:
     def movable(self) -> bool:
         """Whether the proxy can move it, and resume it when its engine dies."""
         return not self.direct and not self.pinned
+
+
+_NOT_FOR_PREFILL = (
+    "stream_options",
+    "stream_interval",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "stop",  # ends the request as an abort, which keeps no blocks
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "return_token_ids",
+    "return_prompt_text",
+)
+_FOR_COPIES = ("model", "cache_salt", "priority")
+"""With which tokens, and how urgently: what makes their blocks the same as the request's."""
+_NOT_FOR_RESUMED = (
+    "stop",  # the proxy looks for it, since the engine does not know the text before
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "return_prompt_text",
+)
+
+
+class EngineBodies:
+    """Writes the bodies of requests to engines.
+
+    In the name of a client's request, by its migration id and the number of its placements before:
+    on prefill instances for `prefill`, else on decode instances.
+
+    Args:
+        secret: shared with the engines, which then ignore ``kv_transfer_params`` that it has not
+            signed; None: they take any.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secret
+
+    def prefill(self, request: ClientRequest, id: str, hop: int) -> bytes:
+        """Return what a prefill instance is asked: the prompt's KV cache, and no text."""
+        body: dict[str, Any] = {
+            key: value for key, value in request.body.items() if key not in _NOT_FOR_PREFILL
+        }
+        body["max_completion_tokens" if request.chat else "max_tokens"] = 1
+        body["stream"] = False
+        prefill = {"do_remote_decode": True, "do_remote_prefill": False}
+        body["kv_transfer_params"] = self._transfer(
+            prefill, id=id, hop=hop, max_tokens=request.max_tokens
+        )
+        return encode(body)
+
+    def decode(
+        self, request: ClientRequest, id: str, hop: int, params: dict[str, Any] | None
+    ) -> bytes:
+        """Return what a decode instance is asked for a request that has no token yet.
+
+        Without the ``kv_transfer_params`` of a prefill's answer it prefills the request itself.
+        """
+        body: dict[str, Any] = dict(request.body)
+        if request.movable:
+            _stream_tokens(request, body)
+        if not request.direct:
+            whole = {"answer": {"whole": True}} if _is_parsed_whole(request) else {}
+            body["kv_transfer_params"] = self._transfer(params or {}, id=id, hop=hop, **whole)
+        return encode(body)
+
+    def resumed(
+        self,
+        request: ClientRequest,
+        id: str,
+        hop: int,
+        prompt_token_ids: list[int],
+        output_token_ids: list[int],
+        params: dict[str, Any] | None,
+        answer: dict[str, Any] | None = None,
+    ) -> bytes:
+        """Return what a decode instance is asked for a request that has tokens already.
+
+        Without the ``kv_transfer_params`` of the frozen request it computes everything again. An
+        ``answer`` so far is one that it has to parse again.
+        """
+        generated = len(output_token_ids)
+        body: dict[str, Any] = {
+            key: value for key, value in request.body.items() if key not in _NOT_FOR_RESUMED
+        }
+        _stream_tokens(request, body)
+        so_far = {} if answer is None else {"answer": answer}
+        transfer = self._transfer(params or {}, id=id, hop=hop, generated=generated, **so_far)
+        if request.chat:
+            transfer["prompt_token_ids"] = prompt_token_ids + output_token_ids
+        else:
+            body["prompt"] = prompt_token_ids + output_token_ids
+        if request.max_tokens is not None:
+            body.pop("max_tokens", None)
+            body["max_completion_tokens" if request.chat else "max_tokens"] = (
+                request.max_tokens - generated
+            )
+        if request.min_tokens:
+            body["min_tokens"] = max(0, request.min_tokens - generated)
+        body["kv_transfer_params"] = transfer
+        return encode(body)
+
+    def copy(
+        self,
+        request: ClientRequest,
+        id: str,
+        hop: int,
+        token_ids: list[int],
+        params: dict[str, Any],
+    ) -> bytes:
+        """Return what a decode instance is asked to copy a running request's KV cache into its own.
+
+        ``token_ids`` and ``params`` are those of the source's snapshot.
+        """
+        body: dict[str, Any] = {
+            key: value for key, value in request.body.items() if key in _FOR_COPIES
+        }
+        body |= {"prompt": token_ids, "max_tokens": 1, "temperature": 0}
+        body["kv_transfer_params"] = self._transfer(params, id=id, hop=hop, copies=True)
+        return encode(body)
+
+    def _transfer(self, params: dict[str, Any], **headway: Any) -> dict[str, Any]:
+        params = {**params, MIGRATION_PARAMS: headway}
+        return params if self._secret is None else signed(params, self._secret)
+
+
+def _is_parsed_whole(request: ClientRequest) -> bool:
+    """Whether an engine streams tokens to the proxy, and parses all of them at the end."""
+    return request.tools and request.movable and not request.stream
+
+
+def _stream_tokens(request: ClientRequest, body: dict[str, Any]) -> None:
+    """Have the engine stream, with token ids: that is how the proxy knows where it stands."""
+    body["return_token_ids"] = True
+    if not request.stream:
+        body["stream"] = True
+        body["stream_options"] = {"include_usage": True}
+
+
+_NAME = re.compile(r"[\w.:-]{1,128}")
+
+
+def given_name(header: str | None, client: ClientRequest) -> str | None:
+    """Return the ``X-Request-Id`` of a request, else its ``request_id``; None if it can be none."""
+    name = header or client.request_id
+    return name if name is not None and _NAME.fullmatch(name) else None
+
+
+_MOST_BYTES, _MOST_ITEMS, _MOST_ID = 1 << 20, 4096, 1 << 31
+
+
+class _Part(msgspec.Struct):
+    text: str | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+
+
+_messages = msgspec.json.Decoder(list[_Message])
+_prompt = msgspec.json.Decoder(str | list[str | int])
+_number = msgspec.json.Decoder(float | None)
+
+
+def prompt_text(body: Mapping[str, Raw]) -> str | list[int] | None:
+    """Return the text of a prompt or of its messages, or token ids.
+
+    None if there is none that is read here: more than 1 MiB, 4,096 messages or token ids, several
+    prompts, or no text. A longer list would hold up every stream.
+    """
+    given = body.get("messages", body.get("prompt"))
+    if given is None or len(given) > _MOST_BYTES or _items(given) > _MOST_ITEMS:
+        return None
+    try:
+        if "messages" in body:
+            return "\n".join(filter(None, map(_text, _messages.decode(given)))) or None
+        prompt = _prompt.decode(given)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if isinstance(prompt, str):
+        return prompt or None
+    if len(prompt) == 1 and isinstance(prompt[0], str):
+        return prompt[0] or None
+    ids = [token for token in prompt if isinstance(token, int) and 0 <= token < _MOST_ID]
+    return ids if ids and len(ids) == len(prompt) else None
+
+
+def _items(given: Raw) -> int:
+    """Return how many messages or token ids a list has at most; 0 if it is none."""
+    whole = bytes(given)
+    if whole[:1] != b"[":
+        return 0
+    return whole.count(b"{") or whole.count(b",")
+
+
+def _text(message: _Message) -> str:
+    if isinstance(message.content, list):
+        return "\n".join(filter(None, (part.text for part in message.content)))
+    return message.content or ""
+
+
+def temperature(body: Mapping[str, Raw]) -> float:
+    """Return the temperature that a client asks for; nan: what the model's authors chose."""
+    given = body.get("temperature")
+    if given is None:
+        return nan
+    try:
+        value = _number.decode(given)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return nan
+    return value if value is not None and isfinite(value) else nan

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from tokenizers import Tokenizer
 
-from rescheduler.openai.continued_text import ContinuedText, TextRules
+from rescheduler.openai.continued_text import ContinuedText, ParsedAgain, TextRules
 from rescheduler.openai.openai_request import ClientRequest
-from rescheduler.openai.parsed_again import ParsedAgain
 
 __all__ = [
     "DONE",

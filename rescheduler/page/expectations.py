@@ -1,8 +1,10 @@
 """What is expected of a cluster: when its requests end, and how full its instances get."""
 
-from collections.abc import Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +14,10 @@ from scipy.special import ndtr
 from predictor.forecasts.expected_load import expected_load
 from predictor.forecasts.forecast import Forecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
-from rescheduler.page.snapshot import UNKNOWN, Instance, Snapshot
-
-__all__ = ["Expectations", "expectations", "foreseen", "known", "remaining_interval"]
+from rescheduler.finish_times.fleet_load import wanted_instances
+from rescheduler.page.snapshot import UNKNOWN, Finishes, Instance, Outlook, Snapshot
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.proxy.finish_reports import FinishReports
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -128,3 +131,70 @@ def _horizon(high: IntArray) -> int:
     reached = float(np.quantile(high, 0.9)) if len(high) else 0.0
     exponent = np.ceil(np.log2(np.clip(reached, _SHORTEST, _LONGEST)))
     return int(2**exponent)
+
+
+SECONDS = 60.0
+"""Ahead, of the load that is compared with what comes."""
+WANTED_SECONDS = 300.0
+"""Ahead, of the load that instances are wanted for."""
+_LATE_SECONDS = 2.0
+"""By which a forecast of now may be older than that."""
+_DEVIATIONS = 1.2816
+"""Of a normal variable, within which it is with a probability of 0.8."""
+
+
+class _Foretold(NamedTuple):
+    at: float
+    tokens: list[int]
+
+
+class Outlooks:
+    """Looks ahead whenever the page looks, and keeps what it saw until that has come."""
+
+    def __init__(
+        self,
+        reports: FinishReports,
+        decodes: list[InstanceState],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._reports, self._decodes = reports, decodes
+        self._clock = clock or asyncio.get_running_loop().time
+        self._foretold: deque[_Foretold] = deque()
+
+    def now(self) -> Outlook | None:
+        """Return what is expected, and what had been of now; None while nothing is known."""
+        load, later = (
+            self._reports.finish_times.load.at(seconds, arrivals=True)
+            for seconds in (SECONDS, WANTED_SECONDS)
+        )
+        if load is None or later is None:
+            return None
+        spread = _DEVIATIONS * load.tokens_deviation
+        tokens = [round(max(0.0, load.tokens + by)) for by in (-spread, 0.0, spread)]
+        now = self._clock()
+        self._foretold.append(_Foretold(now, tokens))
+        due = now - SECONDS
+        while len(self._foretold) > 1 and self._foretold[1].at <= due:
+            self._foretold.popleft()
+        oldest = self._foretold[0]
+        came = due - _LATE_SECONDS < oldest.at <= due
+        wanted = wanted_instances(later, self._decodes)
+        return Outlook(
+            seconds=SECONDS,
+            tokens=tokens,
+            foretold=oldest.tokens if came else [],
+            wanted=wanted,
+        )
+
+    def finishes(self) -> Finishes | None:
+        """Return how forecasts and promises of finishes came out; None without any."""
+        held, promises = self._reports.held, self._reports.promised
+        if not held and not promises:
+            return None
+        return Finishes(
+            forecasts=len(held),
+            held=round(sum(held) / len(held), 4) if held else None,
+            kept=promises["kept"],
+            broken=promises["broken"],
+            refused=promises["refused"],
+        )

@@ -11,10 +11,8 @@ from typing import Generic, NamedTuple
 from msgspec.structs import replace
 
 from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.monitoring.forecast_quality import MIN_REQUESTS
-from rescheduler.monitoring.forecast_scores import ForecastScores
-from rescheduler.page.expectations import foreseen, known
-from rescheduler.page.outlooks import Outlooks
+from rescheduler.monitoring.forecast_quality import MIN_REQUESTS, ForecastScores
+from rescheduler.page.expectations import Outlooks, foreseen, known
 from rescheduler.page.snapshot import (
     UNKNOWN,
     About,
@@ -26,8 +24,7 @@ from rescheduler.page.snapshot import (
     Snapshot,
 )
 from rescheduler.placement.cluster import Cluster
-from rescheduler.placement.cluster_state import running_requests
-from rescheduler.placement.guarded_policy import guarded_view
+from rescheduler.placement.guarded_policy import guarded_view, running_requests
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import EndedMove, Placeable, R
 from rescheduler.proxy.finish_reports import FinishReports

@@ -6,7 +6,7 @@ from importlib.resources import files
 import msgspec
 from aiohttp import web
 
-from rescheduler.page.snapshot_feed import SnapshotFeed
+from rescheduler.page.snapshot import SnapshotFeed
 
 __all__ = ["PageFiles", "PageStream"]
 

@@ -1,15 +1,17 @@
 """What is kept of one client: what it has had, and what its claims were worth."""
 
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from math import exp, log
+from secrets import token_bytes
 from typing import Any
-
-__all__ = ["Account"]
 
 _KEPT = 0.95
 """Of what was learnt, with each request that ends: about the last twenty count."""
 _PRIOR = 4.0
 """Requests without an error in their forecast that an account begins with."""
-_LEAST, _MOST = 0.5, 64.0
+_LEAST_CORRECTION, _MOST_CORRECTION = 0.5, 64.0
 
 
 class Account:
@@ -69,7 +71,9 @@ class Account:
 
         over its requests that have ended, the latest first, with κ = 0.95, within [1/2, 64].
         """
-        return min(max(exp(self._error / (_PRIOR + self._errors)), _LEAST), _MOST)
+        return min(
+            max(exp(self._error / (_PRIOR + self._errors)), _LEAST_CORRECTION), _MOST_CORRECTION
+        )
 
     def learn(self, expected: float, generated: int, by_itself: bool) -> None:
         """Learn from a request's length; one that was cut short tells that it was no shorter."""
@@ -77,3 +81,44 @@ class Account:
         if by_itself or error > 0.0:
             self._error = _KEPT * self._error + error
             self._errors = _KEPT * self._errors + 1.0
+
+
+_REMEMBERED_SECONDS = 600.0
+_MOST_KEYS = 4_096
+
+
+class AcceptedKeys:
+    """Digests of the ``Authorization`` of requests that an engine has served, the latest last.
+
+    Engines alone know the keys. One that none has served for ten minutes is to be proved anew. The
+    digests are salted: nobody finds a key by them.
+    """
+
+    def __init__(self, clock: Callable[[], float], salt: bytes = b"") -> None:
+        self._clock = clock
+        self._salt = hashlib.blake2b(salt, digest_size=32).digest() if salt else token_bytes(32)
+        self._served: OrderedDict[str, float] = OrderedDict()
+
+    def served(self, headers: Mapping[str, str]) -> None:
+        """Note that an engine has served a request with these headers."""
+        digest = self.of(headers)
+        self._served[digest] = self._clock()
+        self._served.move_to_end(digest)
+        if len(self._served) > _MOST_KEYS:
+            self._served.popitem(last=False)
+
+    def knows(self, headers: Mapping[str, str]) -> bool:
+        """Return whether an engine has lately served a request with the same key, or with none."""
+        last = self._served.get(self.of(headers))
+        return last is not None and self._clock() - last <= _REMEMBERED_SECONDS
+
+    def of(self, headers: Mapping[str, str]) -> str:
+        """Return the digest of a key; engines read its scheme whatever its letters' case."""
+        given = headers.get("Authorization") or headers.get("authorization", "")
+        scheme, _, key = given.strip().partition(" ")
+        return self.digest(f"{scheme.lower()} {key.strip()}")
+
+    def digest(self, text: str) -> str:
+        """Return a name for a text that does not tell it."""
+        raw = text.encode(errors="surrogatepass")
+        return hashlib.blake2b(raw, key=self._salt, digest_size=16).hexdigest()

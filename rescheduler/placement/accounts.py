@@ -10,8 +10,7 @@ from statistics import median
 
 from rescheduler.engines.deployment import AccountOptions
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
-from rescheduler.placement.accepted_keys import AcceptedKeys
-from rescheduler.placement.account import Account
+from rescheduler.placement.account import AcceptedKeys, Account
 from rescheduler.placement.placeable import Placeable, R
 
 __all__ = ["Accounts", "corrected"]

@@ -14,7 +14,6 @@ from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts
-from rescheduler.placement.background import Background, has_leftover
 from rescheduler.placement.guarded_policy import (
     GuardedPolicy,
     PrefillBudgets,
@@ -24,7 +23,13 @@ from rescheduler.placement.guarded_policy import (
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Counted, Decision, Placeable, PlacedRequests, R
-from rescheduler.placement.waiting_line import WaitingLine, promised_first, taken_out
+from rescheduler.placement.waiting_line import (
+    Background,
+    WaitingLine,
+    has_leftover,
+    promised_first,
+    taken_out,
+)
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.step_time.mean_step_time import MeanStepTime

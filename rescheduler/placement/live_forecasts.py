@@ -12,8 +12,8 @@ import numpy.typing as npt
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.openai.openai_request import MOST_TOKENS
 from rescheduler.placement.placeable import Counted, Placeable
-from rescheduler.telemetry.forecast_batch import SURVIVAL_SCALE, ForecastBatch
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.telemetry_view import SURVIVAL_SCALE, ForecastBatch
 
 __all__ = ["ForecastTable", "LiveForecasts"]
 

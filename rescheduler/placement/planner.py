@@ -8,8 +8,7 @@ from typing import Generic
 
 from rescheduler.migration import Plan
 from rescheduler.placement.cluster import Cluster
-from rescheduler.placement.cluster_state import running_requests
-from rescheduler.placement.guarded_policy import guarded_view
+from rescheduler.placement.guarded_policy import guarded_view, running_requests
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import Mover, R
 from rescheduler.routing.policy import Needs

@@ -9,9 +9,8 @@ from prometheus_client import Counter
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.evidence import LONGEST_WAIT
-from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.instance_state import InstanceState, ask_models
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.served_models import ask_models
 from rescheduler.placement.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import ControlError
 

@@ -9,10 +9,8 @@ from math import inf
 
 import msgspec
 
-from rescheduler.finish_times.ahead_metrics import AheadMetrics
-from rescheduler.finish_times.finish_times import KINDS, Expected, FinishTimes, Observed
-from rescheduler.finish_times.fleet_load import FleetLoad
-from rescheduler.finish_times.interval import Interval
+from rescheduler.finish_times.finish_times import KINDS, Expected, FinishTimes, Interval, Observed
+from rescheduler.finish_times.fleet_load import AheadMetrics, FleetLoad
 from rescheduler.finish_times.promises import Promises
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.cluster import Cluster

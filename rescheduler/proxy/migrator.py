@@ -4,13 +4,11 @@ import asyncio
 import logging
 import time
 
-from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.openai.openai_request import EngineBodies, RequestRefusedError
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.live_request import Kept, LiveRequest, Move
 from rescheduler.placement.placeable import MoveOutcome
-from rescheduler.placement.request_state import Kept, Move
 from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.tracing.span import Span

@@ -8,8 +8,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.openai.openai_request import ALWAYS_STREAM
+from rescheduler.openai.openai_request import ALWAYS_STREAM, EngineBodies
 from rescheduler.openai.openai_stream import EventReader, event, read_signs
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
@@ -21,9 +20,8 @@ from rescheduler.placement.upstream import (
     UpstreamError,
     reported_error,
 )
-from rescheduler.proxy.client_answer import ClientAnswer
 from rescheduler.proxy.request_flow import RequestFlow
-from rescheduler.proxy.token_relay import SeesTokens
+from rescheduler.proxy.token_relay import ClientAnswer, SeesTokens
 from rescheduler.tracing.span import Span
 
 __all__ = ["PassThrough"]

@@ -10,19 +10,17 @@ from predictor.live.zmq_sockets import shared_secret
 from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.engines.deployment import Deployment
 from rescheduler.finish_times.load_ahead import compile_load_ahead
-from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.openai.openai_request import ClientRequest
+from rescheduler.openai.openai_request import ClientRequest, EngineBodies
 from rescheduler.placement.account import Account
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
 from rescheduler.placement.prober import OutlierDetection
 from rescheduler.placement.stream_watch import StreamWatch
-from rescheduler.proxy.expected_length import expected_lengths
 from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.pass_through import PassThrough
-from rescheduler.proxy.prompt_forecasts import PromptForecasts
+from rescheduler.proxy.prompt_forecasts import PromptForecasts, expected_lengths
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.tracing.span import NO_SPAN, create_tracer, end_request

@@ -9,8 +9,7 @@ from prometheus_client import Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rescheduler.placement.cluster import Cluster
-from rescheduler.placement.cluster_metrics import INSTANCE, ClusterMetrics
+from rescheduler.placement.cluster import INSTANCE, Cluster, ClusterMetrics
 from rescheduler.placement.live_request import LiveRequest
 
 __all__ = ["ProxyMetrics", "watch_loop"]

@@ -10,11 +10,11 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
-from rescheduler.commands.listening_sockets import inherited
+from rescheduler.commands.event_loop import inherited
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.page.page_files import PageFiles, PageStream
-from rescheduler.page.snapshot_feed import SnapshotFeed
+from rescheduler.page.snapshot import SnapshotFeed
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import R
 from rescheduler.placement.planner import Drainer

@@ -12,7 +12,6 @@ from aiohttp.typedefs import Handler
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.body_memory import BodyMemory, KeptBody, client_of
-from rescheduler.openai.engine_body import given_name
 from rescheduler.openai.openai_request import (
     ALWAYS_STREAM,
     CHAT,
@@ -22,15 +21,16 @@ from rescheduler.openai.openai_request import (
     UNREADABLE,
     ClientRequest,
     RequestRefusedError,
+    given_name,
 )
 from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.account import Account
+from rescheduler.placement.instance_state import MODELS, differing_models, merged_models
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.served_models import MODELS, differing_models, merged_models
 from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
-from rescheduler.proxy.client_answer import ClientAnswer, ClientGoneError
 from rescheduler.proxy.finish_reports import FinishReports, refuse_promises
 from rescheduler.proxy.proxy import Proxy
+from rescheduler.proxy.token_relay import ClientAnswer, ClientGoneError
 from rescheduler.serving.connection import AllowedOrigins, answer_errors, monitoring_routes
 
 __all__ = ["CLIENTS_SHARE", "http_app", "read_body"]

@@ -12,7 +12,7 @@ from aiohttp import web
 from rescheduler.commands.event_loop import end_when_asked, run_server
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.page.page_files import PageFiles
-from rescheduler.page.snapshot_log import Log, read_log
+from rescheduler.page.snapshot import Log, read_log
 from rescheduler.serving.connection import answer_errors, operators_server, token_check
 
 __all__ = ["replay", "replay_app"]

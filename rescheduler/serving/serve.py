@@ -14,14 +14,18 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from data_collection.models import resolve_model
-from rescheduler.commands.event_loop import end_when_asked, raise_open_files, run_server
-from rescheduler.commands.listening_sockets import BACKLOG, inherited
-from rescheduler.commands.log_format import log_serving
+from rescheduler.commands.event_loop import (
+    BACKLOG,
+    end_when_asked,
+    inherited,
+    log_serving,
+    raise_open_files,
+    run_server,
+)
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.emulated_deployment import in_real_time
 from rescheduler.page.live_snapshots import LiveSnapshots
-from rescheduler.page.snapshot_feed import SnapshotFeed
-from rescheduler.page.snapshot_log import recording, refuse_log
+from rescheduler.page.snapshot import SnapshotFeed, recording, refuse_log
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.proxy.proxy_metrics import watch_loop

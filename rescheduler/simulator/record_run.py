@@ -14,12 +14,12 @@ from rescheduler.page.snapshot import (
     UNKNOWN,
     About,
     Instance,
+    LogWriter,
     MoveReport,
     Phase,
     Requests,
     Snapshot,
 )
-from rescheduler.page.snapshot_log import LogWriter
 from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.simulation import Candidate, Simulation
 

@@ -19,8 +19,7 @@ from predictor.live.zmq_sockets import (
     notice_lost_peers,
     refuse_open_endpoint,
 )
-from rescheduler.telemetry.forecast_batch import ForecastBatch
-from rescheduler.telemetry.telemetry_view import FinishedForecasts, TelemetryView
+from rescheduler.telemetry.telemetry_view import FinishedForecasts, ForecastBatch, TelemetryView
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,7 @@ from playwright.async_api import Locator, Page, expect
 from scripted_cluster import cluster, until
 from tokenizers import Tokenizer
 
-from rescheduler.page.snapshot import Accuracy, Finishes, Outlook, Snapshot
-from rescheduler.page.snapshot_feed import SnapshotFeed
-from rescheduler.page.snapshot_log import LogWriter
+from rescheduler.page.snapshot import Accuracy, Finishes, LogWriter, Outlook, Snapshot, SnapshotFeed
 
 Open = Callable[..., Awaitable[Page]]
 

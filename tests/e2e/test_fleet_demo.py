@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rescheduler.page.snapshot_log import read_log
+from rescheduler.page.snapshot import read_log
 
 
 @pytest.mark.slow

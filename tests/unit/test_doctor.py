@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data_collection import versions
 from rescheduler.commands.command_line import main
 from rescheduler.doctor import doctor as module
-from rescheduler.doctor.model_findings import model_findings
+from rescheduler.doctor.doctor import model_findings
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 MIMO = {"architectures": ["MiMoForCausalLM"]}

@@ -20,7 +20,7 @@ from chosen_ports import free_port
 from made_up_cluster import MadeUpCluster
 
 from benchmarks.support.server_process import stream_players
-from rescheduler.page.snapshot_log import LogWriter
+from rescheduler.page.snapshot import LogWriter
 
 STREAM = {"model": "m", "prompt": "a", "max_tokens": 40, "stream": True}
 VERBS = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from predictor.live.zmq_sockets import create_keys, shared_secret
 from rescheduler.commands.command_line import main
-from rescheduler.commands.log_format import LOG_FORMAT, LOG_TIME, EscapingFormatter
+from rescheduler.commands.event_loop import LOG_FORMAT, LOG_TIME, EscapingFormatter
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.placement.upstream import engine_key
 

@@ -25,16 +25,16 @@ from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import MoveOutcome, Placeable
-from rescheduler.placement.request_state import (
+from rescheduler.placement.live_request import (
     Copying,
     Decoding,
     Landing,
+    LiveRequest,
     Placed,
     Prefilling,
     Waiting,
 )
+from rescheduler.placement.placeable import MoveOutcome, Placeable
 from rescheduler.step_time.mean_step_time import MeanStepTime
 from rescheduler.transfer.control_client import ControlClient
 

@@ -21,7 +21,7 @@ from rescheduler.finish_times.fleet_load import FleetLoad
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable, Placements
-from rescheduler.telemetry.forecast_batch import SURVIVAL_SCALE, ForecastBatch
+from rescheduler.telemetry.telemetry_view import SURVIVAL_SCALE, ForecastBatch
 from rescheduler.transfer.control_messages import EngineState
 
 __all__ = ["Fleet", "VirtualRequest", "VirtualRun"]

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from shown_commands import ROOT
 
-from rescheduler.commands.command import command_arguments, command_parser
 from rescheduler.commands.command_line import VERBS, load_function, main, split_verb
-from rescheduler.commands.command_parser import resolved
+from rescheduler.commands.command_parser import command_arguments, command_parser, resolved
 
 __all__ = ["UNCHECKED", "VLLM", "check_mention", "check_words", "programs_of"]
 

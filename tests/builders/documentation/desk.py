@@ -27,7 +27,7 @@ from training_runs import FEW_ROWS, SURVIVAL, fit
 
 from data_collection.models import prepare_embedded
 from rescheduler.commands.command_line import main
-from rescheduler.page.snapshot_log import LogWriter
+from rescheduler.page.snapshot import LogWriter
 
 __all__ = ["Desk", "StandIn", "exit_status", "laid"]
 

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rescheduler.engines.draining import Drain
 from rescheduler.engines.engine_command import EngineCommand
 from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.engines.launch_upgrade import Drain
 
 __all__ = ["BUSY", "busy", "draining_server"]
 

@@ -16,8 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from data_collection.vllm_adapter.resumed_chats import ResumedChats
-from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.openai.openai_request import CHAT, ClientRequest
+from rescheduler.openai.openai_request import CHAT, ClientRequest, EngineBodies
 from rescheduler.openai.openai_response import ResponseCollector
 from rescheduler.openai.openai_stream import DONE, EventReader, StreamSplicer, read_chunk
 from rescheduler.openai.request_reader import read_request

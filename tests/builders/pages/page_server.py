@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rescheduler.page.page_files import PageFiles, PageStream
-from rescheduler.page.snapshot_feed import SnapshotFeed, Source
+from rescheduler.page.snapshot import SnapshotFeed, Source
 from rescheduler.serving.connection import answer_errors, token_check
 
 __all__ = ["TOKEN", "page_app", "page_served"]

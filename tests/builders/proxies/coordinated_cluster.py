@@ -14,7 +14,7 @@ from predictor.live.zmq_sockets import tcp_endpoint
 from rescheduler.coordinator.coordinator import Coordinator
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.page.live_snapshots import LiveSnapshots
-from rescheduler.page.snapshot_feed import SnapshotFeed
+from rescheduler.page.snapshot import SnapshotFeed
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.admin_app import AdminListener
 from rescheduler.serving.serve import Listeners

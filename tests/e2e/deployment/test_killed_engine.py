@@ -9,7 +9,7 @@ from forked_vllm import post
 from process_groups import processes_in
 from running_deployment import RunningDeployment
 
-from rescheduler.monitoring.forecast_scores import ForecastScores
+from rescheduler.monitoring.forecast_quality import ForecastScores
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescheduler.batch.batch_input import SERVED, BatchFileError, read_batch
+from rescheduler.batch.batch_files import SERVED, BatchFileError, read_batch
 from rescheduler.engines.deployment import ProxyOptions
 
 
@@ -130,7 +130,7 @@ def test_a_line_may_be_as_large_as_a_proxy_s_bodies(
     size = (ProxyOptions().largest_body_mb << 20) + 1000
     batch = read_batch(written(tmp_path, line(body={"prompt": "x" * size})))
     assert len(batch.read(batch.requests[0])[1]) > size
-    monkeypatch.setattr("rescheduler.batch.batch_input.LARGEST_LINE", 1 << 20)
+    monkeypatch.setattr("rescheduler.batch.batch_files.LARGEST_LINE", 1 << 20)
     with pytest.raises(BatchFileError, match=r"jsonl:1: (it has more than|a line of over) 1 MiB"):
         read_batch(tmp_path / "asked.jsonl")
 

@@ -13,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from rescheduler.batch.batch_input import Batch, BatchFileError, read_batch
-from rescheduler.batch.batch_output import Answer, BatchOutput, error_path, result_path
+from rescheduler.batch.batch_files import (
+    Answer,
+    Batch,
+    BatchFileError,
+    BatchOutput,
+    error_path,
+    read_batch,
+    result_path,
+)
 
 NAMES = [f"n-{i}" for i in range(6)]
 

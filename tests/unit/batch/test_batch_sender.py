@@ -14,8 +14,7 @@ from aiohttp import web
 from chosen_ports import free_port
 
 from rescheduler.batch.batch import BatchSender, BatchStoppedError, batch, server_address
-from rescheduler.batch.batch_input import BatchFileError, read_batch
-from rescheduler.batch.batch_output import BatchOutput
+from rescheduler.batch.batch_files import BatchFileError, BatchOutput, read_batch
 
 Answering = Callable[[dict[str, Any], int], Awaitable[web.StreamResponse]]
 """Answers a body that comes for the n-th time, from 0."""

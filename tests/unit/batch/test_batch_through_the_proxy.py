@@ -10,8 +10,7 @@ from scripted_cluster import cluster
 from tokenizers import Tokenizer
 
 from rescheduler.batch.batch import BatchSender, BatchStoppedError
-from rescheduler.batch.batch_input import SERVED, read_batch
-from rescheduler.batch.batch_output import BatchOutput
+from rescheduler.batch.batch_files import SERVED, BatchOutput, read_batch
 
 
 async def sent(folder: Path, url: str, *lines: tuple[str, dict[str, Any]]) -> tuple[list[str], Any]:

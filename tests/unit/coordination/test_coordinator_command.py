@@ -11,7 +11,7 @@ from chosen_ports import free_port
 from running_command import answer, next_line, running
 
 from rescheduler.commands.command_line import main
-from rescheduler.page.snapshot_log import read_log
+from rescheduler.page.snapshot import read_log
 
 DEPLOYMENT = """\
 model: smollm2

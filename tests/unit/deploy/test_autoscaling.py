@@ -15,7 +15,7 @@ from promtool import PROMTOOL
 from rendered_chart import rendered
 from tokenizers import Tokenizer
 
-from rescheduler.finish_times.ahead_metrics import HORIZONS
+from rescheduler.finish_times.fleet_load import HORIZONS
 
 ROOT = Path(__file__).parents[3]
 

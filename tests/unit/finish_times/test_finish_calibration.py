@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescheduler.finish_times.interval import Calibration, Interval
+from rescheduler.finish_times.finish_times import Calibration, Interval
 
 TOLD = Interval(5.0, 10.0, 20.0)
 seconds = st.floats(1e-3, 1e6)

@@ -7,11 +7,9 @@ import pytest
 from virtual_fleet import Fleet, VirtualRequest, VirtualRun
 
 from rescheduler.emulation.emulate_options import AnswerLengths, StepSeconds
-from rescheduler.finish_times.ahead_metrics import wanted_instances
 from rescheduler.finish_times.finish_times import Observed
-from rescheduler.finish_times.fleet_load import PoolLoad
-from rescheduler.finish_times.lengths import LatelyEnded
-from rescheduler.finish_times.pace import Arrivals, FirstTokens, Pace
+from rescheduler.finish_times.fleet_load import PoolLoad, wanted_instances
+from rescheduler.finish_times.lengths import Arrivals, FirstTokens, LatelyEnded, Pace
 from rescheduler.finish_times.promises import Promises
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.live_forecasts import LiveForecasts

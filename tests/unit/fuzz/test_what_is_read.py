@@ -29,9 +29,9 @@ from predictor.live.engine_forecasts import LiveConfig
 from predictor.models.checkpoint import export_checkpoint, load_predictor, read_config
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import load_rows
-from rescheduler.batch.batch_input import read_batch
+from rescheduler.batch.batch_files import read_batch
 from rescheduler.batching.batching_config import read_batching_config
-from rescheduler.commands import command
+from rescheduler.commands import command_parser
 from rescheduler.commands.command_line import main
 from rescheduler.coordination import messages as coordination
 from rescheduler.emulation.emulate_options import (
@@ -339,7 +339,9 @@ def test_a_file_is_read_or_refused(folder: Path, data: st.DataObject) -> None:
 def parsers_once() -> Iterator[None]:
     """Make the parser of each verb once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "command_parser", functools.cache(command.command_parser))
+        patch.setattr(
+            command_parser, "command_parser", functools.cache(command_parser.command_parser)
+        )
         yield
 
 

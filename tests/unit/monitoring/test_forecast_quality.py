@@ -18,14 +18,14 @@ from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.remaining_length_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
 from rescheduler.monitoring.finished_log import FinishedLog, read_finished_log
-from rescheduler.monitoring.forecast_metrics import ForecastMetrics
 from rescheduler.monitoring.forecast_quality import (
     ForecastFigures,
+    ForecastMetrics,
     ForecastQuality,
+    ForecastScores,
     ScoredRequest,
     score,
 )
-from rescheduler.monitoring.forecast_scores import ForecastScores
 from rescheduler.monitoring.recalibrate import recalibrate
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, InstanceKey, KeptForecast
 

@@ -9,8 +9,7 @@ from scripted_cluster import cluster
 from tokenizers import Tokenizer
 
 from predictor.live.telemetry_messages import FinishedEvent
-from rescheduler.monitoring.forecast_quality import ForecastFigures, score
-from rescheduler.monitoring.forecast_scores import ForecastScores
+from rescheduler.monitoring.forecast_quality import ForecastFigures, ForecastScores, score
 from rescheduler.page.live_snapshots import EngineSteps, accuracy
 from rescheduler.page.snapshot import Snapshot
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, KeptForecast

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 from watched_page import Stream, stream
 
 from rescheduler.engines.launch_local import free_ports
-from rescheduler.page.snapshot import About, Phase
-from rescheduler.page.snapshot_feed import SnapshotFeed
+from rescheduler.page.snapshot import About, Phase, SnapshotFeed
 from rescheduler.serving.serve import proxy_running
 
 

@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_cluster import MadeUpCluster
 
-from rescheduler.page.snapshot import About, Requests, Snapshot
-from rescheduler.page.snapshot_feed import SnapshotFeed
-from rescheduler.page.snapshot_log import Log, LogError, LogWriter, read_log, recording
+from rescheduler.page.snapshot import (
+    About,
+    Log,
+    LogError,
+    LogWriter,
+    Requests,
+    Snapshot,
+    SnapshotFeed,
+    read_log,
+    recording,
+)
 
 ABOUT = About(source="proxy", title="m", routing="jsq_load", migration="", seconds=0.5)
 

@@ -6,8 +6,8 @@ import pytest
 from scripted_cluster import PROMPT, cluster, until
 from tokenizers import Tokenizer
 
+from rescheduler.page.expectations import SECONDS, Outlooks
 from rescheduler.page.live_snapshots import LiveSnapshots
-from rescheduler.page.outlooks import SECONDS, Outlooks
 
 BODY = {"prompt": PROMPT, "max_tokens": 20}
 

@@ -17,8 +17,7 @@ import yaml
 from made_up_cluster import MadeUpCluster
 
 from rescheduler.commands.command_line import main
-from rescheduler.page.snapshot import Phase, Snapshot
-from rescheduler.page.snapshot_log import LogWriter, read_log
+from rescheduler.page.snapshot import LogWriter, Phase, Snapshot, read_log
 
 SMALL = {
     "cluster": {"instances": 2, "slots": 4, "kv_capacity": 2000},

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from rescheduler.commands.command import run_command
 from rescheduler.commands.command_line import main
+from rescheduler.commands.command_parser import run_command
 from rescheduler.papers.studies.barrier_tax import barrier_tax_study, retimed_throughput
 from rescheduler.papers.studies.scaling import fitted_slope, scaling_study
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config

@@ -21,7 +21,7 @@ from router_tasks import (
 )
 from routing_views import cluster
 
-from rescheduler.commands.command import run_command
+from rescheduler.commands.command_parser import run_command
 from rescheduler.papers.jain_router.agent import AgentConfig
 from rescheduler.papers.jain_router.environment import RouterConfig, RouterVectorEnvironment
 from rescheduler.papers.jain_router.router_study import competitors, play, study_table

@@ -21,11 +21,11 @@ from rescheduler.demo.demo_load import metric_in
 from rescheduler.engines.deployment import BackgroundOptions, Deployment, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_forwarded, read_request
-from rescheduler.placement.background import has_leftover
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Decision, Placements
+from rescheduler.placement.waiting_line import has_leftover
 from rescheduler.routing import JSQ
 from rescheduler.step_time.mean_step_time import MeanStepTime
 

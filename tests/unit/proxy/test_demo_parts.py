@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rescheduler.demo.demo import skewed_load
+from rescheduler.demo.demo import FleetLoad, skewed_load
 from rescheduler.demo.demo_load import (
     LoadRequest,
     LoadRun,
@@ -19,7 +19,6 @@ from rescheduler.demo.demo_load import (
     load_figures,
     metric_total,
 )
-from rescheduler.demo.fleet_demo import FleetLoad
 
 
 def request() -> LoadRequest:
@@ -123,7 +122,7 @@ async def test_a_fleets_clients_ask_for_one_answer_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("_RAMP_SECONDS", "_BREATH_SECONDS"):
-        monkeypatch.setattr(f"rescheduler.demo.fleet_demo.{name}", 0.0)
+        monkeypatch.setattr(f"rescheduler.demo.demo.{name}", 0.0)
     prompts: list[list[int]] = []
     together, enough = asyncio.Barrier(8), asyncio.Event()
 

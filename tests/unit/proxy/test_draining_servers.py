@@ -14,8 +14,8 @@ import pytest
 from chosen_ports import free_port
 from draining_server import busy, draining_server
 
-from rescheduler.engines.draining import Load, load_of
 from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.engines.launch_upgrade import Load, load_of
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

@@ -10,8 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from data_collection.models import identify
-from rescheduler.emulation.emulate_options import EMULATE_SECTION, EmulateOptions, StepSeconds
-from rescheduler.emulation.emulated_model import emulated_model
+from rescheduler.emulation.emulate_options import (
+    EMULATE_SECTION,
+    EmulateOptions,
+    StepSeconds,
+    emulated_model,
+)
 from rescheduler.engines.deployment import (
     CoordinatorOptions,
     Deployment,

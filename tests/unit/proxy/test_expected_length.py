@@ -10,12 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.engines.deployment import DeploymentError
-from rescheduler.openai.openai_request import CHAT, COMPLETIONS, ClientRequest
-from rescheduler.openai.prompt_text import prompt_text, temperature
+from rescheduler.openai.openai_request import (
+    CHAT,
+    COMPLETIONS,
+    ClientRequest,
+    prompt_text,
+    temperature,
+)
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable
-from rescheduler.proxy.expected_length import ExpectedLengths
+from rescheduler.proxy.prompt_forecasts import ExpectedLengths
 
 
 def asked(path: str = COMPLETIONS, **fields: Any) -> ClientRequest:

@@ -31,7 +31,7 @@ from rescheduler.engines.launch_upgrade import (
 
 PROXY_SERVER = """
 import signal, socket, sys, threading, time
-from rescheduler.commands.listening_sockets import inherited
+from rescheduler.commands.event_loop import inherited
 word, (listening,) = sys.argv[1], inherited("clients")
 streams, ending = [], threading.Event()
 def end(*_):

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from predictor.live.telemetry_messages import TelemetryError
 from predictor.live.zmq_sockets import create_keys, shared_secret
-from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.openai.openai_request import CHAT, COMPLETIONS
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, EngineBodies
 from rescheduler.openai.request_reader import read_request
 from rescheduler.transfer.migration_params import is_signed, signed
 

@@ -14,9 +14,7 @@ from live_requests import instance_state, live_request
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import Placements
-from rescheduler.placement.request_state import (
+from rescheduler.placement.live_request import (
     TRANSITIONS,
     Copying,
     Decoding,
@@ -26,6 +24,7 @@ from rescheduler.placement.request_state import (
     IllegalTransitionError,
     Kept,
     Landing,
+    LiveRequest,
     Move,
     Placed,
     Prefilling,
@@ -34,6 +33,7 @@ from rescheduler.placement.request_state import (
     Unanswered,
     Waiting,
 )
+from rescheduler.placement.placeable import Placements
 
 DOCS = Path(__file__).parents[3] / "docs"
 PARAMS = {"remote_request_id": "blocks"}

@@ -12,8 +12,8 @@ from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from rescheduler.demo.demo_load import metric_by, metric_in
+from rescheduler.placement.live_request import Copying, Freezing, Frozen
 from rescheduler.placement.placeable import MoveOutcome
-from rescheduler.placement.request_state import Copying, Freezing, Frozen
 
 
 async def test_a_request_is_prefilled_in_one_place_and_decoded_in_another(

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.openai import request_reader
-from rescheduler.openai.engine_body import EngineBodies
-from rescheduler.openai.openai_request import CHAT, COMPLETIONS, RequestRefusedError
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, EngineBodies, RequestRefusedError
 from rescheduler.openai.request_reader import read_request
 from rescheduler.transfer.migration_params import MigrationParams
 

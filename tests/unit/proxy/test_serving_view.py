@@ -24,8 +24,7 @@ from predictor.live.telemetry_messages import (
 )
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED
 from rescheduler.migration import create_migration_policy
-from rescheduler.placement.cluster_state import cluster_view
-from rescheduler.placement.guarded_policy import PrefillBudgets, crowded_view
+from rescheduler.placement.guarded_policy import PrefillBudgets, cluster_view, crowded_view
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest

@@ -14,7 +14,7 @@ from scripted_cluster import cluster, until
 from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import TraceOptions
-from rescheduler.page.snapshot_log import LogWriter, read_log, recording
+from rescheduler.page.snapshot import LogWriter, read_log, recording
 
 HOURS = (-5, 7, 0, -24, 2)
 TOKENS = 60

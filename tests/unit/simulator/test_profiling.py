@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from measured_profiles import ENGINE, TRUE, profile_of, steps_of
 from msgspec.structs import replace
 
-from rescheduler.profiling.grid import drive, grid
+from rescheduler.profiling.profile_command import drive, grid
 from rescheduler.step_time.profile import (
     BatchTime,
     Recalibration,

@@ -31,7 +31,7 @@ SENDS = """
 import sys
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from rescheduler.commands.log_format import log_serving
+from rescheduler.commands.event_loop import log_serving
 from rescheduler.engines.deployment import TraceOptions
 from rescheduler.tracing.exporter import ReportedExporter
 
