@@ -16,17 +16,6 @@ from huggingface_hub.constants import HF_HOME
 
 from data_collection.files import read_text, write_text_atomically
 
-__all__ = [
-    "EMBEDDED_MODELS",
-    "IDENTITY_FILE",
-    "ModelIdentity",
-    "identify",
-    "model",
-    "name_of",
-    "prepare_embedded",
-    "resolve_model",
-]
-
 logger = logging.getLogger("headway.models")
 
 IDENTITY_FILE = "headway_model.json"

@@ -11,8 +11,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-__all__ = ["UnusableParquetError", "open_parquet", "parquet_batches"]
-
 _BYTES, _TIMES = 64 << 20, 64
 """What a file may take in memory: so many bytes, and so many times its own size.
 

@@ -7,8 +7,6 @@ the same relative paths in both: ``checkpoints/rl-router`` is found from every f
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["find_config", "find_shipped"]
-
 _INSTALLED = Path(__file__).parent / "shipped"
 _FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1]
 _SHIPPED = ("checkpoints", "configs", "recordings")

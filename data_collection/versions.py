@@ -6,19 +6,6 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = [
-    "NEWEST_CPU_VLLM",
-    "SUPPORTED_VLLM",
-    "installed_version",
-    "is_supported_vllm",
-    "machine",
-    "source_commit",
-    "supported_vllm",
-    "versions",
-    "vllm_release",
-    "vllm_version",
-]
-
 SUPPORTED_VLLM = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """The vLLM versions whose internals `vllm_adapter` knows, by major and minor number."""
 NEWEST_CPU_VLLM = "0.32"

@@ -16,8 +16,6 @@ from data_collection.vllm_adapter.requests import finished_request
 from data_collection.vllm_adapter.scheduling import arrival, bind_cache_manager
 from data_collection.vllm_adapter.steps import FINISHED_ATTRIBUTE
 
-__all__ = ["HeadwayScheduler", "SchedulerPart"]
-
 Part = TypeVar("Part", bound="SchedulerPart")
 
 

@@ -47,8 +47,6 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-__all__ = ["HeadwayWorker", "StepForecaster"]
-
 
 class StepForecaster(RowConsumer, Protocol):
     """A consumer of rows whose forecasts leave with the outputs of steps."""

@@ -13,8 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from numba import config, njit
 
-__all__ = ["SourceLocator", "compiled", "compiled_core", "compiled_inline", "is_kept"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from data_collection.models import prepare_embedded
 
-__all__ = ["Steps", "read_steps", "write_moe_model"]
-
 FloatArray = npt.NDArray[np.float64]
 
 _MODEL: dict[str, Any] = {

@@ -4,8 +4,6 @@ from typing import Any
 
 from rescheduler.transfer.control_messages import EngineState
 
-__all__ = ["engine_state"]
-
 
 def engine_state(**changes: Any) -> EngineState:
     """Return the state of an engine with 1,000 blocks, most of them free."""

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["TINY_MODELS", "TinyModel", "tiny_model"]
-
 VOCABULARY = 49_152  # the embedded model's, whose tokenizer all of them have
 _SIZES = {
     "vocab_size": VOCABULARY,

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from data_collection.versions import NEWEST_CPU_VLLM, vllm_release
 
-__all__ = ["environment_of", "files_of", "folder_of", "minor_version"]
-
 _FOLDERS = Path(__file__).parents[2] / "build" / "vllm"
 
 

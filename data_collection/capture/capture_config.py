@@ -5,8 +5,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["SECTION", "CaptureConfig", "RecordConfig", "read_capture_config"]
-
 Config = TypeVar("Config", bound="CaptureConfig")
 
 SECTION = "headway"

@@ -8,8 +8,6 @@ import torch
 
 from data_collection.capture.requests import FinishedRequest
 
-__all__ = ["Cadence", "CaptureHook", "CapturedRows", "Gather", "RowConsumer"]
-
 Cadence = Literal["request", "step"]
 """When rows are captured: whenever a request's own n is a multiple of k; or of every running
 request together on each k-th engine step. Both capture the end of every prefill, n = 0."""

@@ -30,8 +30,6 @@ from data_collection.dataset.dataset_schema import (
 )
 from data_collection.files import create_private_folder, replace_file
 
-__all__ = ["Recorder"]
-
 logger = logging.getLogger("headway.recorder")
 
 

@@ -5,18 +5,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = [
-    "LEASE_SECONDS",
-    "MIGRATION_PARAMS",
-    "WHOLE_ANSWER",
-    "FinishedRequest",
-    "Replay",
-    "RequestName",
-    "as_recorded",
-    "parse_request_id",
-    "replay_of",
-]
-
 MIGRATION_PARAMS = "headway"
 """Entry of a request's ``kv_transfer_params`` by which a proxy knows it on every engine."""
 LEASE_SECONDS = "headway_lease_seconds"

@@ -24,8 +24,6 @@ from data_collection.dataset.dataset_schema import (
 )
 from data_collection.files import replace_file
 
-__all__ = ["inspect"]
-
 _MOST = 15
 _BINS = 40
 _ENDED, _CUT, _LINE, _MUTED = "#2a6f97", "#f4a259", "#1b3a4b", "#6c757d"

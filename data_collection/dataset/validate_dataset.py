@@ -24,8 +24,6 @@ from data_collection.dataset.dataset_schema import (
     split_requests,
 )
 
-__all__ = ["validate"]
-
 _BATCH_ROWS = 4096
 _EXAMPLES = 3
 

@@ -21,16 +21,6 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from data_collection.versions import vllm_release
 from data_collection.vllm_adapter.nixl import TAILS
 
-__all__ = [
-    "Answers",
-    "EmulatedRunner",
-    "RefusedParameters",
-    "StepSize",
-    "computes_nothing",
-    "engine_logger",
-    "refuse_unemulated",
-]
-
 
 def engine_logger(name: str) -> logging.Logger:
     """Return a logger whose messages an engine prints, as it does vLLM's own."""

@@ -16,14 +16,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from data_collection.capture.capture_hook import Cadence, CapturedRows
 from data_collection.capture.requests import FinishedRequest, replay_of
 
-__all__ = [
-    "GreedyCheck",
-    "UnlikeStatesError",
-    "processes_logits",
-    "refuse_changed_states",
-    "state_width",
-]
-
 logger = logging.getLogger(__name__)
 
 _ROWS = 32

@@ -28,8 +28,6 @@ from data_collection.vllm_adapter.requests import (
 )
 from data_collection.vllm_adapter.support import REPORTS_FAILED_READS
 
-__all__ = ["LAYOUT", "RELEASED", "TAILS", "KeepingScheduler", "KeepingWorker"]
-
 logger = logging.getLogger(__name__)
 
 LAYOUT = "headway_layout"

@@ -22,8 +22,6 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from data_collection.capture.requests import WHOLE_ANSWER
 
-__all__ = ["AnswerBegun", "ResumedChats"]
-
 logger = logging.getLogger(__name__)
 
 _STREAM, _CREATE = "chat_completion_stream_generator", "create_chat_completion"

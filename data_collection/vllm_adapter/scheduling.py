@@ -13,22 +13,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from data_collection.vllm_adapter.support import BINDS_CACHE_MANAGER
 
-__all__ = [
-    "HeldRequest",
-    "QueuedRequest",
-    "add_output",
-    "arrival",
-    "bind_cache_manager",
-    "fullness",
-    "held_requests",
-    "move_to_front",
-    "no_room_for",
-    "queued_requests",
-    "reject",
-    "room",
-    "slots_to_begin",
-]
-
 _LONGEST_ON_ITS_WAY = 10.0
 """Seconds from the API server to the scheduler, at most."""
 

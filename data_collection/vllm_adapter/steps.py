@@ -14,16 +14,6 @@ from data_collection.capture.requests import replay_of
 from data_collection.vllm_adapter.requests import adapter_of, asked_max_tokens
 from data_collection.vllm_adapter.support import uses_v2_runner
 
-__all__ = [
-    "FINISHED_ATTRIBUTE",
-    "is_last_stage",
-    "is_recording_rank",
-    "note_scheduled",
-    "step_rows",
-    "step_tokens",
-    "with_output",
-]
-
 FINISHED_ATTRIBUTE = "headway_finished"
 """Name under which our scheduler adds ended requests to vLLM's `SchedulerOutput`."""
 

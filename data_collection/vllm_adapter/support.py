@@ -12,17 +12,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from data_collection.models import NORM_WITH_LOGITS
 from data_collection.versions import is_supported_vllm, supported_vllm, vllm_release, vllm_version
 
-__all__ = [
-    "BINDS_CACHE_MANAGER",
-    "REPORTS_FAILED_READS",
-    "TELLS_CUT_CALLS",
-    "Part",
-    "refuse_other_version",
-    "refuse_unsupported",
-    "runner_and_platform",
-    "uses_v2_runner",
-]
-
 BINDS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 """Whether vLLM hands a connector the cache manager: since 0.30. Else our scheduler does."""
 

@@ -12,20 +12,6 @@ import numpy as np
 
 from data_collection.files import text_lines
 
-__all__ = [
-    "EXPECTED",
-    "SAMPLED",
-    "Arrivals",
-    "Expected",
-    "TimeSample",
-    "TimeUnit",
-    "arrival_times",
-    "check_unit",
-    "refuse_doubt",
-    "ticks",
-    "words",
-]
-
 TimeUnit = Literal["s", "ms", "us", "ns"]
 
 SAMPLED = 10_000

@@ -38,8 +38,6 @@ from data_collection.workload.engine_requests import (
 )
 from data_collection.workload.prompts import PromptError, load_prompts, load_transcripts
 
-__all__ = ["collect", "hidden_size", "room_on_disk"]
-
 _LOG = "engine.log"
 _ENDED = ("stop", "length", "repetition")
 

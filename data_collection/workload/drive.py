@@ -19,8 +19,6 @@ from data_collection.workload.engine_log import Terminal, last_lines
 from data_collection.workload.engine_requests import EngineRequest, RequestSource
 from data_collection.workload.prompts import PromptError
 
-__all__ = ["CollectionError", "drive"]
-
 _STATUS_SECONDS = 1.0
 _SCREEN_SECONDS, _LINE_SECONDS = 0.1, 10.0
 

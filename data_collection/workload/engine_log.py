@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-__all__ = ["Terminal", "engine_output_to", "last_lines"]
-
 _SHOWN_LINES = 15
 _READ_AT_END = 64 << 10
 

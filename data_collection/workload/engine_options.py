@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
-__all__ = ["ID_PREFIX", "LARGEST", "EngineOptions", "RecordOptions", "Sampling", "engine_arguments"]
-
 ID_PREFIX = "prompt-"
 """What a driven request's id starts with; the prompt's own id follows."""
 

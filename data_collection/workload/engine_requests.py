@@ -9,8 +9,6 @@ from data_collection.capture.requests import Replay
 from data_collection.workload.engine_options import ID_PREFIX, Sampling
 from data_collection.workload.prompts import Prompt, PromptError, Transcript
 
-__all__ = ["EngineRequest", "RequestSource", "prompt_requests", "transcript_requests"]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:

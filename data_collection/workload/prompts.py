@@ -16,17 +16,6 @@ from data_collection.files import text_lines
 from data_collection.parquet_file import UnusableParquetError, open_parquet, parquet_batches
 from data_collection.workload.engine_options import LARGEST, Sampling
 
-__all__ = [
-    "Prompt",
-    "PromptError",
-    "Transcript",
-    "TranscriptFile",
-    "load_prompts",
-    "load_transcripts",
-    "parse_prompt",
-    "read_json_lines",
-]
-
 _STARTER = Path(__file__).with_name("starter_prompts.jsonl")
 """Templates filled with topics, whose answers run from one word to the usual cap of 1,024 tokens.
 

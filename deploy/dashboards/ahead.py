@@ -4,8 +4,6 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from deploy.dashboards.panels import OURS, figure, graph, new_dashboard
 
-__all__ = ["ahead"]
-
 _FORECASTS = "headway_proxy_finish_forecasts_total"
 _PROMISES = "headway_proxy_promises_total"
 _EXPECTED = "headway_proxy_expected_context_tokens"

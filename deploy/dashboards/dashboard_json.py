@@ -3,8 +3,6 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-__all__ = ["dashboard_json"]
-
 
 def dashboard_json(dashboard: Dashboard) -> str:
     """Return a dashboard's JSON, the same for the same dashboard; panels are numbered from 1."""

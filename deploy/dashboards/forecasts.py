@@ -4,8 +4,6 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from deploy.dashboards.panels import OURS, figure, graph, new_dashboard
 
-__all__ = ["forecasts"]
-
 _LEVELS = (50, 80, 90)
 
 

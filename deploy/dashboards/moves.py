@@ -4,8 +4,6 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from deploy.dashboards.panels import OURS, figure, graph, new_dashboard, percentiles
 
-__all__ = ["moves"]
-
 _MOVES = f"headway_proxy_migrations_total{{{OURS}}}[$__rate_interval]"
 _MOVED = f'headway_proxy_migrations_total{{{OURS}, outcome="moved"}}[$__rate_interval]'
 

@@ -25,8 +25,6 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableSort,
 )
 
-__all__ = ["OURS", "figure", "graph", "new_dashboard", "percentiles"]
-
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _GRAPH_WIDTH, _GRAPH_HEIGHT = 12, 8  # of 24 columns
 _FIGURE_WIDTH, _FIGURE_HEIGHT = 4, 4

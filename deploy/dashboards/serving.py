@@ -4,8 +4,6 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from deploy.dashboards.panels import OURS, figure, graph, new_dashboard, percentiles
 
-__all__ = ["serving"]
-
 _REQUESTS = f"headway_proxy_requests_total{{{OURS}}}[$__rate_interval]"
 _NOT_SERVED = 'outcome=~"failed|rejected_.*"'
 

@@ -14,17 +14,6 @@ from predictor.models.remaining_length_mlp import RemainingLengthMLP
 from predictor.training.row_table import RowTable
 from predictor.training.rows_data_module import request_rows
 
-__all__ = [
-    "COMPARATORS",
-    "Comparator",
-    "ConstantMedian",
-    "KaplanMeier",
-    "Regressor",
-    "create_comparator",
-    "fitted",
-    "request_lengths",
-]
-
 T = TypeVar("T")
 
 COMPARATORS = {

@@ -44,8 +44,6 @@ from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import request_rows
 
-__all__ = ["evaluate", "median_latency_ms"]
-
 _BINS = 8
 
 

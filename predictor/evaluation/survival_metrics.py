@@ -16,25 +16,6 @@ from sklearn.metrics import brier_score_loss, roc_auc_score
 from predictor.forecasts.forecast import Forecast, SurvivalForecast
 from predictor.forecasts.kaplan_meier import observed_levels, observed_share
 
-__all__ = [
-    "LEVELS",
-    "WITHIN",
-    "ErrorBin",
-    "ErrorSummary",
-    "Outcomes",
-    "SurvivalScores",
-    "concordance",
-    "coverage",
-    "d_calibration",
-    "error_by_bin",
-    "integrated_brier",
-    "levels_of",
-    "pinball_loss",
-    "summarise_errors",
-    "survival_scores",
-    "within",
-]
-
 FloatArray = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]

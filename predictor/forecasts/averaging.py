@@ -8,8 +8,6 @@ import numpy.typing as npt
 
 from predictor.forecasts.forecast import SurvivalForecast
 
-__all__ = ["RunningAverages", "average_requests", "averaged"]
-
 FloatArray = npt.NDArray[np.float64]
 
 

@@ -22,22 +22,6 @@ from numba import njit
 
 from predictor.compilation import compiled_core, compiled_inline
 
-__all__ = [
-    "EXCESS",
-    "TILTS",
-    "add_load",
-    "aged_mean",
-    "aged_survival",
-    "alive_at",
-    "draw_steps",
-    "edge_after",
-    "load_of_known_ends",
-    "no_load",
-    "overflow_bound",
-    "tilt_by",
-    "tokens_left",
-]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float64]

@@ -10,8 +10,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["AHEAD", "LOAD", "MOVING", "axes_to_draw", "draw_curves"]
-
 
 LOAD, AHEAD, MOVING = "#3b82c4", "#c8671b", "#d1495b"
 """Colours of what is there, what is expected, and what moves: they mean the same in all figures."""

@@ -11,8 +11,6 @@ import predictor.compilation  # noqa: F401  (says where machine code is kept)
 from predictor.forecasts.curve import EXCESS, draw_steps
 from predictor.forecasts.forecast import Forecast, SurvivalForecast
 
-__all__ = ["ExpectedLoad", "expected_load"]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

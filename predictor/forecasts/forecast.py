@@ -12,7 +12,6 @@ from predictor.forecasts.curve_plot import draw_curves
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Forecast", "ForecastError", "PointForecast", "SurvivalForecast"]
 
 FloatArray = npt.NDArray[np.float64]
 Tokens = npt.ArrayLike

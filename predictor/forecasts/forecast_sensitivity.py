@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from predictor.forecasts.forecast import Forecast, PointForecast
 
-__all__ = ["STAR_BINS", "ForecastSource", "binned", "renewed_every", "star_bins"]
-
 IntArray = npt.NDArray[np.int64]
 
 ForecastSource = Callable[[IntArray], Forecast]

@@ -9,16 +9,6 @@ import numpy.typing as npt
 
 from data_collection.capture.capture_config import CaptureConfig
 
-__all__ = [
-    "FORECASTS_ATTRIBUTE",
-    "GAUGES_ATTRIBUTE",
-    "REPETITION_ATTRIBUTE",
-    "EngineForecasts",
-    "ForecastConfig",
-    "LiveConfig",
-    "TelemetryConfig",
-]
-
 FORECASTS_ATTRIBUTE = "headway_forecasts"
 """Name under which the worker adds a list of `EngineForecasts` to vLLM's `ModelRunnerOutput`."""
 

@@ -30,8 +30,6 @@ from predictor.models.hidden_state_mlp import (
 )
 from predictor.models.survival_mlp import SurvivalMLP
 
-__all__ = ["Forecaster", "load_forecaster"]
-
 _UNKNOWN = 2**31
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

@@ -20,8 +20,6 @@ from predictor.live.telemetry_messages import Gauges
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import MEMORY, NO_REPETITION, repetition
 
-__all__ = ["KnownForecasts"]
-
 
 class KnownForecasts(SchedulerPart):
     """Keeps the latest forecast of every request, and passes on what the worker cannot know.

@@ -14,26 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "LARGEST_MESSAGE",
-    "MOST_EDGES",
-    "MOST_REQUESTS",
-    "MOST_TOKENS",
-    "TOPIC",
-    "Finished",
-    "FinishedEvent",
-    "Forecasts",
-    "Gauges",
-    "Message",
-    "RequestForecast",
-    "Snapshot",
-    "TelemetryError",
-    "decode_message",
-    "decode_survival",
-    "encode_message",
-    "encode_survival",
-]
-
 TOPIC = b"headway/1"
 """The first frame of every message: name and version of the schema."""
 

@@ -38,8 +38,6 @@ from predictor.live.zmq_sockets import (
     refuse_open_endpoint,
 )
 
-__all__ = ["TelemetryPublisher"]
-
 logger = logging.getLogger("headway.telemetry")
 
 

@@ -9,8 +9,6 @@ from data_collection.vllm_scheduler import HeadwayScheduler, SchedulerPart
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.known_forecasts import KnownForecasts
 
-__all__ = ["LiveHeadwayScheduler"]
-
 
 class LiveHeadwayScheduler(HeadwayScheduler):
     """Knows the forecasts of its requests."""

@@ -8,8 +8,6 @@ from data_collection.vllm_worker import HeadwayWorker
 from predictor.live.engine_forecasts import LiveConfig
 from predictor.live.forecaster import Forecaster, load_forecaster
 
-__all__ = ["LiveHeadwayWorker"]
-
 
 class LiveHeadwayWorker(HeadwayWorker):
     """A capturing worker that also predicts, for its scheduler and for subscribers."""

@@ -16,21 +16,6 @@ from zmq.utils import z85
 from data_collection.files import warn_of_open_secret
 from predictor.live.telemetry_messages import TelemetryError
 
-__all__ = [
-    "apply_curve",
-    "bind_socket",
-    "connect_socket",
-    "create_keys",
-    "is_loopback",
-    "keys",
-    "needs_ipv6",
-    "notice_lost_peers",
-    "raised_port",
-    "refuse_open_endpoint",
-    "shared_secret",
-    "tcp_endpoint",
-]
-
 Side = Literal["engine", "watcher"]
 
 _OTHER: dict[Side, Side] = {"engine": "watcher", "watcher": "engine"}

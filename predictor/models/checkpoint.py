@@ -15,8 +15,6 @@ from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP
 from predictor.models.remaining_length_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
 
-__all__ = ["WEIGHTS", "export_checkpoint", "load_predictor", "read_config"]
-
 WEIGHTS = "model.safetensors"
 
 _KINDS: dict[str, type[HiddenStateMLP]] = {

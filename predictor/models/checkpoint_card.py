@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["checkpoint_card", "front_matter", "provenance_rows"]
-
 _CARD = """\
 {front_matter}# {title} for {model}
 

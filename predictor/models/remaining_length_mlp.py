@@ -9,8 +9,6 @@ import torch
 from predictor.forecasts.forecast import PointForecast
 from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP, RequestRows
 
-__all__ = ["RemainingLengthMLP"]
-
 
 class RemainingLengthMLP(HiddenStateMLP):
     """Predict the remaining length of a request from one hidden state (STAR §4.2, eq. 2).

@@ -14,8 +14,6 @@ from predictor.forecasts.forecast import SurvivalForecast
 from predictor.forecasts.kaplan_meier import Recalibration
 from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP, RequestRows
 
-__all__ = ["SurvivalMLP", "hazard_nll", "hazard_rates", "log_survival"]
-
 
 def log_survival(logits: torch.Tensor) -> torch.Tensor:
     r"""Return log S at every edge, [n, n_bins + 1], from hazard logits [n, n_bins].

@@ -21,8 +21,6 @@ from predictor.models.hidden_state_mlp import PROMPT_LAYER
 from predictor.prompts.prompt_predictor import PromptEmbedding, PromptEmbeddingError
 from predictor.training.row_table import HiddenStates, Requests, RowTable
 
-__all__ = ["load_prompt_rows"]
-
 
 class _Answer(NamedTuple):
     id: str

@@ -20,8 +20,6 @@ from data_collection.dataset.dataset_schema import (
     shard_batches,
 )
 
-__all__ = ["HiddenStates", "Requests", "RowTable", "load_rows", "read_shards"]
-
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 

@@ -15,8 +15,6 @@ from predictor.prompts.prompt_predictor import PromptEmbedding
 from predictor.training.prompt_table import load_prompt_rows
 from predictor.training.row_table import RowTable, load_rows
 
-__all__ = ["Batch", "RowsDataModule", "request_rows"]
-
 
 class Batch(NamedTuple):
     """Rows with what came of them.

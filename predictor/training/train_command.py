@@ -23,8 +23,6 @@ from predictor.training.predictor_training import (
 )
 from predictor.training.rows_data_module import RowsDataModule
 
-__all__ = ["TRAININGS", "ExportCheckpoint", "train"]
-
 
 class _KeptEpochs(ModelCheckpoint):
     """The best epoch and the last one, in a folder that may be moved.

@@ -19,8 +19,6 @@ from predictor.training.rows_data_module import RowsDataModule
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["tune"]
-
 
 def tune(
     dataset: Path,

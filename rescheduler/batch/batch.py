@@ -38,8 +38,6 @@ from rescheduler.batch.batch_progress import (
 from rescheduler.commands.event_loop import end_when_asked, escaped
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS
 
-__all__ = ["BatchSender", "BatchStoppedError", "batch", "server_address"]
-
 _SOME_FAILED, _INTERRUPTED = 3, 130
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 15.0
 _LONGEST_RETRY_AFTER = 600.0

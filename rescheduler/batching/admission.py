@@ -14,8 +14,6 @@ from typing import Any
 from rescheduler.batching.batch_formation import TPOT_KEY, TTFT_KEY, Objectives, read_objectives
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, error_body
 
-__all__ = ["REASON", "AdmissionMiddleware", "read_rejection", "rejection_reason", "retry_seconds"]
-
 REASON = "headway: prefill budget"
 """How the `stop_reason` of a rejected request begins."""
 

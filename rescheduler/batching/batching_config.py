@@ -14,8 +14,6 @@ from rescheduler.batching.batch_formation import (
     read_objectives,
 )
 
-__all__ = ["VLLM_ORDER", "BatchingConfig", "read_batching_config"]
-
 VLLM_ORDER = "vllm"
 """Formation that leaves vLLM's own order alone."""
 

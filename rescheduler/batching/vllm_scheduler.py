@@ -7,8 +7,6 @@ configured by the ``headway`` section of ``--additional-config`` (see `batching_
 from predictor.live.vllm_scheduler import LiveHeadwayScheduler
 from rescheduler.batching.fair_batching import FairBatching
 
-__all__ = ["FairBatchingScheduler"]
-
 
 class FairBatchingScheduler(LiveHeadwayScheduler):
     """Knows the forecasts of its requests, and forms batches by their slack."""

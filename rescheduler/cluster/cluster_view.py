@@ -13,7 +13,6 @@ from rescheduler.cluster.load_bars import LoadAhead, LoadBars
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["CANNOT_MOVE", "NEVER_MOVED", "UNLIMITED", "Assignment", "ClusterView"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

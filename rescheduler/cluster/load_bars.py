@@ -11,7 +11,6 @@ from predictor.forecasts.curve_plot import AHEAD, LOAD
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["BAR_HEIGHT", "LoadAhead", "LoadBars"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

@@ -7,8 +7,6 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
-__all__ = ["COUNT", "NOT_NEGATIVE", "POSITIVE", "Checked", "Registry"]
-
 T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from rescheduler.commands.event_loop import escaped, quieten, quieten_loggers
 
-__all__ = ["VERBS", "Verb", "load_function", "main", "split_verb"]
-
 
 class Verb(NamedTuple):
     """A verb.

@@ -5,8 +5,6 @@ from lightning.pytorch.cli import LightningArgumentParser
 from predictor.training import train_command
 from rescheduler.commands.command_parser import CommandParser
 
-__all__ = ["train"]
-
 
 class _TrainParser(CommandParser, LightningArgumentParser):
     """Lightning's parser."""

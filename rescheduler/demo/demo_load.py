@@ -15,20 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.openai_stream import read_events
 
-__all__ = [
-    "LoadRequest",
-    "LoadRun",
-    "Objectives",
-    "ServedRequest",
-    "StreamChunk",
-    "load_figures",
-    "load_session",
-    "metric_by",
-    "metric_in",
-    "metric_total",
-    "preemptions",
-]
-
 _METRICS_SECONDS = 10.0
 
 

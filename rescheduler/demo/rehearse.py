@@ -41,8 +41,6 @@ from rescheduler.simulator.results.report import json_text, refuse_foreign_folde
 from rescheduler.simulator.workloads.trace_files import TraceFile
 from rescheduler.simulator.workloads.trace_formats import TraceFormatName
 
-__all__ = ["rehearse"]
-
 _REPORT = "rehearsal.json"
 _SHOWN = {
     "latency": "latency",

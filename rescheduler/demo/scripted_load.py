@@ -19,24 +19,6 @@ from rescheduler.demo.demo_load import load_session
 from rescheduler.emulation.scripted_answers import LARGEST, LENGTH, SEED, scripted_token
 from rescheduler.openai.openai_stream import read_events
 
-__all__ = [
-    "FIRST_WORD",
-    "MAX_TOKENS",
-    "TPOT_S",
-    "TTFT_S",
-    "WORDS",
-    "EmulatedAnswer",
-    "EmulatedRequest",
-    "StepSums",
-    "answer_figures",
-    "asked_body",
-    "changed_answers",
-    "serve_answers",
-    "serve_load",
-    "step_rows",
-    "step_sums",
-]
-
 FIRST_WORD, WORDS = 1_000, 1_024
 MAX_TOKENS = 8_192
 _FAULTS = (OSError, ValueError, RuntimeError, msgspec.MsgspecError, aiohttp.ClientError)

@@ -9,8 +9,6 @@ from rich.text import Text
 
 from rescheduler.telemetry.telemetry_view import TelemetryView
 
-__all__ = ["forecast_screen"]
-
 _WITHIN = 80
 _BESIDE_BARS = 57  # columns of the screen, at least
 _OTHER_LINES = 7  # of the screen: headings, what is left out, the prompt of the shell

@@ -12,8 +12,6 @@ from scipy.special import ndtr
 from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality
 from rescheduler.emulation.scripted_answers import LENGTH, SEED, standard_normal
 
-__all__ = ["EmulatedPrompts", "forecast_edges", "posterior_survival"]
-
 FloatArray = npt.NDArray[np.float64]
 
 _EDGES, _POINTS = 24, 160

@@ -12,18 +12,6 @@ import numpy as np
 from data_collection.capture.requests import MIGRATION_PARAMS, parse_request_id
 from rescheduler.emulation.emulate_options import AnswerLengths
 
-__all__ = [
-    "LARGEST",
-    "LENGTH",
-    "SEED",
-    "TOKENS",
-    "Script",
-    "ScriptedAnswers",
-    "refuse_unscripted",
-    "scripted_token",
-    "standard_normal",
-]
-
 LENGTH = "emulated_length"
 """Key of a request's ``vllm_xargs``: tokens of its answer, the end included."""
 SEED = "emulated_seed"

@@ -13,8 +13,6 @@ from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality
 from rescheduler.emulation.length_posterior import forecast_edges, posterior_survival
 from rescheduler.emulation.scripted_answers import Script, ScriptedAnswers, standard_normal
 
-__all__ = ["ScriptedForecaster"]
-
 FloatArray = npt.NDArray[np.float64]
 
 _UNKNOWN = 1 << 31

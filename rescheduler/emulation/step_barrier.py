@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["MOST_RANKS", "StepBarrier"]
-
 MOST_RANKS = 64
 _CAUGHT_UP = 20  # steps, as `StepClock` does
 _POLL_SECONDS = 2e-4

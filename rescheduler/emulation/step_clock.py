@@ -8,8 +8,6 @@ from data_collection.vllm_adapter.emulated_runner import StepSize, engine_logger
 from rescheduler.emulation.emulate_options import MOST_EXCESS, StepSeconds
 from rescheduler.emulation.step_barrier import StepBarrier
 
-__all__ = ["StepClock"]
-
 logger = engine_logger("headway.emulation")
 
 _REPORTED_SECONDS = 60.0

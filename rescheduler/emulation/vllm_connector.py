@@ -10,8 +10,6 @@ from data_collection.vllm_adapter.nixl import KeepingWorker
 from rescheduler.emulation.emulate_options import KVTransfer, read_emulate_config
 from rescheduler.transfer import vllm_connector
 
-__all__ = ["NixlConnector"]
-
 
 class NixlConnector(vllm_connector.NixlConnector):
     """Headway's connector, with an emulated network."""

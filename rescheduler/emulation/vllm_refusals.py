@@ -5,8 +5,6 @@ from vllm import SamplingParams
 from data_collection.vllm_adapter.emulated_runner import RefusedParameters
 from rescheduler.emulation.scripted_answers import refuse_unscripted
 
-__all__ = ["RefusedRequests"]
-
 
 class RefusedRequests(RefusedParameters):
     """Refuses what scripted answers cannot heed, and scripts that cannot be.

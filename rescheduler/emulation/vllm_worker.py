@@ -20,8 +20,6 @@ from rescheduler.emulation.scripted_forecaster import ScriptedForecaster
 from rescheduler.emulation.step_barrier import StepBarrier
 from rescheduler.emulation.step_clock import StepClock
 
-__all__ = ["EmulatedWorker"]
-
 _IDLE_SECONDS = 0.001
 
 

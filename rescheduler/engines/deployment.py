@@ -16,20 +16,6 @@ from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.emulation.step_barrier import MOST_RANKS
 from rescheduler.ordering.service_order import read_engine_order
 
-__all__ = [
-    "AccountOptions",
-    "BackgroundOptions",
-    "CoordinatorOptions",
-    "Deployment",
-    "DeploymentError",
-    "EngineOptions",
-    "Instance",
-    "ProxyOptions",
-    "TraceOptions",
-    "check_policies",
-    "read_deployment",
-]
-
 
 class TraceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Traces of requests for an OpenTelemetry collector.

@@ -24,17 +24,6 @@ from rescheduler.emulation.emulate_options import (
 )
 from rescheduler.engines.deployment import Deployment, DeploymentError, EngineOptions, Instance
 
-__all__ = [
-    "CONNECTOR",
-    "WORKER",
-    "emulate_section",
-    "emulated",
-    "emulated_arguments",
-    "emulated_engine",
-    "in_real_time",
-    "model_to_load",
-]
-
 logger = logging.getLogger("headway.launch")
 
 Options = TypeVar("Options", bound=msgspec.Struct)

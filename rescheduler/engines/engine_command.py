@@ -33,21 +33,6 @@ from rescheduler.engines.emulated_deployment import (
     emulated_engine,
 )
 
-__all__ = [
-    "IN_PROCESS",
-    "EngineCommand",
-    "LaunchError",
-    "check_emulation",
-    "check_ports",
-    "check_versions",
-    "cpu_interpreter",
-    "engine_command",
-    "lone_engine_command",
-    "side_channel_port",
-    "why_port_is_not_free",
-]
-
-
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor that runs a model in its engine's process, by its path.
 

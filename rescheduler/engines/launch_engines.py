@@ -53,19 +53,6 @@ from rescheduler.engines.launch_upgrade import (
     refuse_other_addresses,
 )
 
-__all__ = [
-    "PROXY",
-    "LaunchProgress",
-    "Launched",
-    "bound_address",
-    "chosen",
-    "launch",
-    "launched",
-    "watch",
-    "with_bound_addresses",
-]
-
-
 _NAMED = re.compile(r"((?:https?|tcp)://)(?!(?:\d+\.){3}\d+(?![^:/]))([^/:\[\]]+)(.*)")
 """An endpoint with the name of a host, in place of an address."""
 

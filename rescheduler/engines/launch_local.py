@@ -12,8 +12,6 @@ from data_collection.files import write_text_atomically
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
 from rescheduler.engines.engine_command import LaunchError, why_port_is_not_free
 
-__all__ = ["free_blocks", "free_ports", "local_deployment", "write_deployment"]
-
 _HOST = "127.0.0.1"
 _FIRST, _END = 20_000, 32_000  # below those that the system gives to outgoing connections
 _APART = 40

@@ -20,9 +20,6 @@ from rescheduler.engines.engine_command import EngineCommand, LaunchError
 from rescheduler.engines.launch_upgrade import Drain, Load, load_of
 from rescheduler.transfer.control_messages import DRAINING_FILE
 
-__all__ = ["GRACE_SECONDS", "START_SECONDS", "ServerGroup", "ServerProcess", "Stage", "end_of_log"]
-
-
 START_SECONDS = 1800.0
 """Time a server has to be ready: large models take that long to load."""
 _POLL_SECONDS = 0.1

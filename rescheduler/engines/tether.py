@@ -26,8 +26,6 @@ from types import FrameType
 
 from rescheduler.engines.launch_upgrade import Drain, wait_until_idle
 
-__all__ = ["main"]
-
 _FOR_THE_COMMAND = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals to the group that this process outlives, since the command may do so."""
 _TELL_SECONDS = 30.0

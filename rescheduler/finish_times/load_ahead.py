@@ -24,8 +24,6 @@ import numpy.typing as npt
 from predictor.compilation import compiled_core
 from predictor.forecasts.forecast import Forecast, PointForecast
 
-__all__ = ["ANYWHERE", "STEPS", "LoadAhead", "Queue", "compile_load_ahead", "load_ahead"]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

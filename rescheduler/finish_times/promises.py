@@ -10,8 +10,6 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.account import Account
 from rescheduler.placement.placeable import Placeable
 
-__all__ = ["Promises"]
-
 _GAIN = 0.02
 _SERVICE_LEVEL = 0.9
 _PROTECTED, _REST_SECONDS = 32, 3.0

@@ -26,16 +26,6 @@ from rescheduler.openai.openai_request import (
 from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.live_request import LiveRequest
 
-__all__ = [
-    "DESTINATION",
-    "Exchange",
-    "body_answers",
-    "refusal",
-    "routed",
-    "unchanged",
-]
-
-
 DESTINATION = "x-gateway-destination-endpoint"
 
 _NAMESPACE = "envoy.lb"

@@ -21,22 +21,6 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-__all__ = [
-    "HEALTH",
-    "PROCESSOR",
-    "Body",
-    "Event",
-    "Head",
-    "HealthCheckRequest",
-    "HealthCheckResponse",
-    "ProcessingRequest",
-    "ProcessingResponse",
-    "ProtocolError",
-    "Trailers",
-    "read_event",
-]
-
-
 PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"
 

@@ -23,9 +23,6 @@ from rescheduler.gateway.running_requests import RunningRequests
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 
-__all__ = ["Picker", "PickerServer", "server_credentials"]
-
-
 logger = logging.getLogger("headway.serve")
 
 

@@ -9,8 +9,6 @@ from rescheduler.commands.event_loop import end_when_asked, log_serving, run_ser
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.emulated_deployment import in_real_time
 
-__all__ = ["picker"]
-
 logger = logging.getLogger("headway.serve")
 
 

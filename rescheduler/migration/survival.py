@@ -22,8 +22,6 @@ from rescheduler.migration.star import (
 )
 from rescheduler.routing.policy import Needs
 
-__all__ = ["Survival"]
-
 
 @migration_policy("survival")
 @dataclass(frozen=True, kw_only=True)

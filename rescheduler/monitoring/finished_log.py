@@ -11,8 +11,6 @@ import msgspec
 from data_collection.files import text_lines
 from rescheduler.monitoring.forecast_quality import ScoredRequest
 
-__all__ = ["FinishedLog", "LoggedRequest", "read_finished_log"]
-
 _BEGINNING = b'{"request_id":'
 _BLOCK = 1 << 16
 

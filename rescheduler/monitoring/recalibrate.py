@@ -18,8 +18,6 @@ from rescheduler.monitoring.forecast_quality import score
 from rescheduler.telemetry.first_snapshot import first_snapshot
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 
-__all__ = ["recalibrate"]
-
 _FEWEST_REQUESTS = 30
 _DATASET_CARD = "dataset_card.md"
 _LISTENING_SECONDS = 0.5

@@ -14,8 +14,6 @@ from rescheduler.engines.engine_command import LaunchError
 from rescheduler.on_ray.ray_deployment import RayOptions, Server
 from rescheduler.on_ray.server_actor import ServerActor
 
-__all__ = ["NoAnswerError", "Node", "RayCluster", "connected", "wait_until"]
-
 _PLACES = "headway"
 _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.25

@@ -16,20 +16,6 @@ from rescheduler.engines.deployment import (
 )
 from rescheduler.serving.connection import url_of
 
-__all__ = [
-    "COORDINATOR",
-    "Place",
-    "RayDeployment",
-    "RayInstances",
-    "RayOptions",
-    "Server",
-    "cluster_of",
-    "compose",
-    "fixed_proxy_ports",
-    "places",
-    "ports_needed",
-]
-
 COORDINATOR = "coordinator"
 _ADDRESS, _NAMESPACE = "auto", "headway"
 _PROXY_STEP = 10

@@ -32,8 +32,6 @@ from rescheduler.engines.launch_process import GRACE_SECONDS, ServerProcess, Sta
 from rescheduler.on_ray.ray_deployment import Server
 from rescheduler.serving.admin_client import drain_instance, listed_instances, undrain_instance
 
-__all__ = ["KeptServer", "Past", "ServerActor", "ServerState"]
-
 _POLL_SECONDS = 0.1
 _LONGEST_WAIT = 60.0
 

@@ -7,9 +7,6 @@ from contextlib import contextmanager
 
 from rescheduler.openai.openai_request import RequestRefusedError
 
-__all__ = ["BodyMemory", "FairShares", "KeptBody", "client_of"]
-
-
 _IPV6_NETWORK = 64  # what a provider gives to one customer
 
 

@@ -8,8 +8,6 @@ import msgspec
 from data_collection.capture.requests import WHOLE_ANSWER
 from rescheduler.openai.openai_request import ClientRequest, RequestRefusedError
 
-__all__ = ["ResponseCollector"]
-
 # What a stream leaves out and a whole answer of vLLM's has, null where nobody asked for it.
 _OF_ANSWER = dict.fromkeys(
     (

@@ -10,18 +10,6 @@ from tokenizers import Tokenizer
 from rescheduler.openai.continued_text import ContinuedText, ParsedAgain, TextRules
 from rescheduler.openai.openai_request import ClientRequest
 
-__all__ = [
-    "DONE",
-    "Chunk",
-    "EventReader",
-    "Signs",
-    "StreamSplicer",
-    "event",
-    "read_chunk",
-    "read_events",
-    "read_signs",
-]
-
 DONE = b"[DONE]"
 
 # In JSON a quote inside a string is escaped, so that this finds keys only.

@@ -22,8 +22,6 @@ from rescheduler.openai.openai_request import (
     RequestRefusedError,
 )
 
-__all__ = ["read_forwarded", "read_request"]
-
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 _MOST_OTHER_BYTES = 256 << 10
 _MOST_MESSAGES_BYTES = 1 << 20

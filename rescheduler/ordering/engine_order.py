@@ -29,8 +29,6 @@ from rescheduler.ordering.line import Line, Room
 from rescheduler.ordering.service_order import read_engine_order
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
-__all__ = ["EngineOrder"]
-
 logger = logging.getLogger("vllm.headway.order")  # with vLLM's handler
 
 _SECONDS, _REST, _RETRY = 0.1, 20.0, 60.0

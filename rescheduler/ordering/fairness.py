@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled_core
 
-__all__ = ["OUTPUT_WEIGHT", "interleave", "slack"]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

@@ -30,19 +30,6 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled_core
 
-__all__ = [
-    "HOLDS_BACK",
-    "LATENCIES",
-    "LATENCIES_A_RATE",
-    "Kind",
-    "OrderParameters",
-    "Waiting",
-    "new_waiting",
-    "put_in_order",
-    "sort_by_key",
-    "tail_rate",
-]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

@@ -15,8 +15,6 @@ from rescheduler.ordering.kernel import (
 )
 from rescheduler.ordering.service_order import ServiceOrder
 
-__all__ = ["Line", "Room"]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

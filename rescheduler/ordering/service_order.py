@@ -10,18 +10,6 @@ from rescheduler.cluster.registry import POSITIVE, Checked, Registry
 from rescheduler.ordering.fairness import slack
 from rescheduler.ordering.kernel import Kind, OrderParameters
 
-__all__ = [
-    "Boost",
-    "EngineOrderConfig",
-    "FirstComeFirstServed",
-    "ResponseRatio",
-    "ServiceOrder",
-    "Shortest",
-    "create_order",
-    "read_engine_order",
-    "service_order",
-]
-
 
 @dataclass(frozen=True)
 class ServiceOrder(Checked, ABC, fairness="[0, 1]"):

@@ -7,8 +7,6 @@ configured by the ``headway`` section of ``--additional-config`` (see `EngineOrd
 from predictor.live.vllm_scheduler import LiveHeadwayScheduler
 from rescheduler.ordering.engine_order import EngineOrder
 
-__all__ = ["OrderedHeadwayScheduler"]
-
 
 class OrderedHeadwayScheduler(LiveHeadwayScheduler):
     """Knows the forecasts of its requests, and keeps its queue in the order of service."""

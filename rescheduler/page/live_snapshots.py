@@ -31,8 +31,6 @@ from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import InstanceKey
 
-__all__ = ["EngineSteps", "LiveSnapshots", "Look", "accuracy"]
-
 
 class _Seen(NamedTuple):
     """An engine at work: what it last said, and the seconds of a step, None at the first look."""

@@ -8,9 +8,6 @@ from aiohttp import web
 
 from rescheduler.page.snapshot import SnapshotFeed
 
-__all__ = ["PageFiles", "PageStream"]
-
-
 _TYPES = {
     ".html": "text/html",
     ".css": "text/css",

@@ -13,8 +13,6 @@ from rescheduler.ordering.fairness import OUTPUT_WEIGHT
 from rescheduler.placement.account import AcceptedKeys, Account
 from rescheduler.placement.placeable import Placeable, R
 
-__all__ = ["Accounts", "corrected"]
-
 _MOST_ACCOUNTS = 1024
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
 _OTHERS = "others"

@@ -34,8 +34,6 @@ from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
-__all__ = ["Dispatcher"]
-
 Instances = frozenset[InstanceState]
 
 logger = logging.getLogger("headway.serve")

@@ -10,8 +10,6 @@ from enum import Enum
 
 from rescheduler.transfer.control_messages import RequestStatus
 
-__all__ = ["LONGEST_WAIT", "EngineEvidence", "EngineHealth", "RequestEvidence", "allowance"]
-
 LONGEST_WAIT = 3600.0
 """Seconds without a token after which a request has failed, whatever its engine says."""
 

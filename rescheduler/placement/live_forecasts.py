@@ -15,9 +15,6 @@ from rescheduler.placement.placeable import Counted, Placeable
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import SURVIVAL_SCALE, ForecastBatch
 
-__all__ = ["ForecastTable", "LiveForecasts"]
-
-
 _FIRST_ROWS = 256
 
 

@@ -13,19 +13,6 @@ from rescheduler.placement.account import Account
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.tracing.span import Attribute
 
-__all__ = [
-    "Counted",
-    "Decision",
-    "EndedMove",
-    "MoveHistory",
-    "MoveOutcome",
-    "Mover",
-    "Placeable",
-    "PlacedRequests",
-    "Placements",
-    "R",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:

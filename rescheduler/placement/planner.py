@@ -13,8 +13,6 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.placeable import Mover, R
 from rescheduler.routing.policy import Needs
 
-__all__ = ["Drainer", "PlannerLoop"]
-
 logger = logging.getLogger("headway.serve")
 
 

@@ -14,9 +14,6 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import ControlError
 
-__all__ = ["OutlierDetection", "Prober"]
-
-
 logger = logging.getLogger("headway.serve")
 
 _SHORTEST = 0.1

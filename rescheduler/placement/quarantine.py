@@ -8,8 +8,6 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 
-__all__ = ["MOST_BREAKS", "MOST_LOST", "TRUSTED_TOKENS", "Quarantine"]
-
 logger = logging.getLogger("headway.serve")
 
 MOST_LOST = 2

@@ -19,8 +19,6 @@ from rescheduler.placement.placeable import Placements
 from rescheduler.placement.upstream import EngineRefusedError, Upstream, UpstreamError
 from rescheduler.transfer.control_messages import MOST_FOUND, ControlError, RequestStatus
 
-__all__ = ["LateError", "StreamWatch", "Wait"]
-
 logger = logging.getLogger("headway.serve")
 
 _SWEEP_SECONDS = 0.1

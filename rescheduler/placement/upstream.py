@@ -26,17 +26,6 @@ from rescheduler.openai.openai_request import (
     error_body,
 )
 
-__all__ = [
-    "EngineFullError",
-    "EngineRefusedError",
-    "ModelMissingError",
-    "Upstream",
-    "UpstreamError",
-    "engine_key",
-    "reported_error",
-]
-
-
 _KEPT_SECONDS = 1.0
 """For which an idle connection is kept: vLLM closes it after five."""
 _LARGEST_ANSWER = 8 << 20

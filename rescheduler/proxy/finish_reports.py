@@ -19,8 +19,6 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest, TokenArrival
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 
-__all__ = ["FinishReports", "refuse_promises"]
-
 logger = logging.getLogger("headway.serve")
 
 _SAMPLE_SECONDS = 1.0

@@ -15,9 +15,6 @@ from rescheduler.tracing.span import Span
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import ControlError, NotFrozenError
 
-__all__ = ["Migrator"]
-
-
 logger = logging.getLogger("headway.serve")
 
 _NO_FAILURE = ("moved", "not_frozen", "ended", "gone")

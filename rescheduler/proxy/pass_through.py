@@ -24,8 +24,6 @@ from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.proxy.token_relay import ClientAnswer, SeesTokens
 from rescheduler.tracing.span import Span
 
-__all__ = ["PassThrough"]
-
 _KEYED = "/v1/"
 """Paths for which engines ask for a key; others they answer to anybody."""
 

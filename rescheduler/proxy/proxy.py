@@ -25,8 +25,6 @@ from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import RequestFlow
 from rescheduler.tracing.span import NO_SPAN, create_tracer, end_request
 
-__all__ = ["Proxy"]
-
 _FREEING_SECONDS = 1.0
 
 

@@ -12,9 +12,6 @@ from prometheus_client.registry import Collector
 from rescheduler.placement.cluster import INSTANCE, Cluster, ClusterMetrics
 from rescheduler.placement.live_request import LiveRequest
 
-__all__ = ["ProxyMetrics", "watch_loop"]
-
-
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _LATE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _PURPOSES = ("placing", "planning", "page")

@@ -15,27 +15,6 @@ from predictor.forecasts.expected_load import expected_load
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 
-__all__ = [
-    "NO_EDGES",
-    "FloatArray",
-    "IntArray",
-    "RoutingInputs",
-    "best_by_load",
-    "count_length",
-    "empty_target",
-    "fits",
-    "full",
-    "length_bucket",
-    "limit_placements",
-    "new_routing_inputs",
-    "passable",
-    "place",
-    "place_by_score",
-    "place_least",
-    "routing_inputs",
-    "settle",
-]
-
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 NO_EDGES: IntArray = np.empty(0, dtype=np.int64)

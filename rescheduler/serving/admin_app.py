@@ -31,8 +31,6 @@ from rescheduler.serving.connection import (
     url_of,
 )
 
-__all__ = ["AdminListener", "admin_app"]
-
 
 def admin_app(drainer: Drainer[R], token: str, feed: SnapshotFeed | None = None) -> web.Application:
     """Return the application, in which all but the page's files needs the token.

@@ -18,21 +18,6 @@ import msgspec
 from data_collection.files import read_text
 from rescheduler.engines.deployment import Deployment
 
-__all__ = [
-    "TOKEN_VARIABLE",
-    "Listed",
-    "admin_token",
-    "admin_token_place",
-    "by_drain_seconds",
-    "create_admin_token",
-    "drain",
-    "drain_instance",
-    "forget_admin_token",
-    "listed_instances",
-    "undrain_instance",
-]
-
-
 TOKEN_VARIABLE = "HEADWAY_ADMIN_TOKEN"
 _FOLDER = Path(".cache") / "headway"
 

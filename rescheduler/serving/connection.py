@@ -16,22 +16,6 @@ from rescheduler.engines.deployment import DeploymentError
 from rescheduler.openai.body_memory import FairShares, client_of
 from rescheduler.openai.openai_request import RequestRefusedError, error_body
 
-__all__ = [
-    "CLEANUP_SECONDS",
-    "METRICS_SECONDS",
-    "AllowedOrigins",
-    "Connection",
-    "answer_errors",
-    "cannot_listen",
-    "connections",
-    "listening_at",
-    "monitoring_routes",
-    "operators_server",
-    "token_check",
-    "url_of",
-]
-
-
 _OPERATORS = 256
 """Connections to a server that is for operators; many of them may be pages that watch."""
 _IDLE_SECONDS = 30.0

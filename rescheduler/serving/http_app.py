@@ -33,9 +33,6 @@ from rescheduler.proxy.proxy import Proxy
 from rescheduler.proxy.token_relay import ClientAnswer, ClientGoneError
 from rescheduler.serving.connection import AllowedOrigins, answer_errors, monitoring_routes
 
-__all__ = ["CLIENTS_SHARE", "http_app", "read_body"]
-
-
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 

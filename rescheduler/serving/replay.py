@@ -15,8 +15,6 @@ from rescheduler.page.page_files import PageFiles
 from rescheduler.page.snapshot import Log, read_log
 from rescheduler.serving.connection import answer_errors, operators_server, token_check
 
-__all__ = ["replay", "replay_app"]
-
 
 def replay_app(logs: Sequence[Log], token: str) -> web.Application:
     """Return the application that shows logs to whoever has the token."""

@@ -39,9 +39,6 @@ from rescheduler.serving.connection import (
 )
 from rescheduler.serving.http_app import CLIENTS_SHARE, http_app
 
-__all__ = ["Listeners", "load_tokenizer", "proxy_running", "serve"]
-
-
 logger = logging.getLogger("headway.serve")
 
 _LINGER_SECONDS = 1.0

@@ -23,8 +23,6 @@ from rescheduler.page.snapshot import (
 from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.simulation import Candidate, Simulation
 
-__all__ = ["log_paths", "record_run"]
-
 _SHOWN_WAITING = 64
 _SHOWN_MOVES = 20
 

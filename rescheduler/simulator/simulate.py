@@ -34,8 +34,6 @@ from rescheduler.simulator.results.report import (
 from rescheduler.simulator.simulation import Candidate, create_candidates, run, run_setup
 from rescheduler.simulator.workloads.trace_files import announce_traces
 
-__all__ = ["simulate"]
-
 
 def simulate(
     config: SimulationConfig,

@@ -1,7 +1,5 @@
 """How long a decode step takes, as streams or an engine's own steps tell."""
 
-__all__ = ["MeanStepTime"]
-
 _FIRST_STEP_SECONDS = 0.05
 _STEP_WEIGHT = 0.01
 _PAUSE_STEPS = 4.0

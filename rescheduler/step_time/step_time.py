@@ -12,8 +12,6 @@ from scipy.optimize import nnls
 from predictor.compilation import compiled_core
 from rescheduler.step_time.profile import load_profile, read_steps
 
-__all__ = ["StepTime", "batch_step_time", "create_step_time", "step_seconds"]
-
 FloatArray = npt.NDArray[np.float64]
 
 _KNOTS = 16

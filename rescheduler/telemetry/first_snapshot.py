@@ -13,8 +13,6 @@ from predictor.live.zmq_sockets import refuse_open_endpoint
 from rescheduler.telemetry.subscriber import open_subscription
 from rescheduler.telemetry.telemetry_view import TelemetryView
 
-__all__ = ["first_snapshot"]
-
 _PATIENCE = 10.0
 _POLL_MS = 50
 

@@ -23,7 +23,6 @@ from rescheduler.telemetry.telemetry_view import FinishedForecasts, ForecastBatc
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["TelemetrySubscriber", "open_subscription"]
 
 _UNTAKEN_FINISHED = 10_000
 _KEPT_MESSAGES = 64

@@ -12,8 +12,6 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from rescheduler.engines.deployment import TraceOptions
 
-__all__ = ["ReportedExporter", "otlp_provider"]
-
 logger = logging.getLogger("headway.serve")
 
 

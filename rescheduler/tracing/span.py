@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # the SDK is an extra
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = ["NO_SPAN", "Attribute", "RequestTracer", "Span", "create_tracer", "end_request"]
 
 Attribute = AttributeValue | None
 """What is said about a span; None says nothing."""

@@ -41,8 +41,6 @@ from rescheduler.transfer.control_messages import (
     number_of_reply,
 )
 
-__all__ = ["ControlClient"]
-
 Expected = TypeVar("Expected", bound=Reply)
 
 _KEPT_REPLIES = 16

@@ -12,47 +12,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-__all__ = [
-    "DRAINING_FILE",
-    "KIND",
-    "LARGEST_COMMAND",
-    "LARGEST_PARAMS",
-    "LARGEST_REPLY",
-    "LONGEST_REASON",
-    "MOST_BLOCKS",
-    "MOST_FOUND",
-    "MOST_KV_TOKENS",
-    "MOST_RENEWED",
-    "MOST_REQUESTS",
-    "MOST_TOKENS",
-    "TOPIC",
-    "Command",
-    "ControlError",
-    "EngineState",
-    "Find",
-    "Found",
-    "Freeze",
-    "Frozen",
-    "GetState",
-    "NotFrozen",
-    "NotFrozenError",
-    "Refused",
-    "Release",
-    "Released",
-    "Renew",
-    "Renewed",
-    "Reply",
-    "RequestStatus",
-    "Snapshot",
-    "TakeSnapshot",
-    "Unfreeze",
-    "Unfrozen",
-    "decode_command",
-    "decode_reply",
-    "encode",
-    "number_of_reply",
-]
-
 TOPIC = b"headway-control/5"
 """The first frame of every message: name and version of the schema."""
 

@@ -21,8 +21,6 @@ from rescheduler.transfer.control_messages import (
     encode,
 )
 
-__all__ = ["Asked", "ControlServer"]
-
 logger = logging.getLogger(__name__)
 
 _CLOSE = b""

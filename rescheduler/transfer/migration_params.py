@@ -7,15 +7,6 @@ import msgspec
 
 from data_collection.capture.requests import MIGRATION_PARAMS
 
-__all__ = [
-    "AnswerSoFar",
-    "ConnectorConfig",
-    "MigrationParams",
-    "connector_config",
-    "is_signed",
-    "signed",
-]
-
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _MOST_CHUNKS = 1 << 21

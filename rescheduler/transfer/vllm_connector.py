@@ -39,8 +39,6 @@ from rescheduler.transfer.control_messages import (
 from rescheduler.transfer.control_server import Asked, ControlServer
 from rescheduler.transfer.migration_params import MigrationParams, connector_config, is_signed
 
-__all__ = ["MigratingScheduler", "NixlConnector"]
-
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_SECONDS = 120.0

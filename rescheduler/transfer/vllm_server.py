@@ -14,8 +14,6 @@ from data_collection.vllm_adapter.resumed_chats import AnswerBegun, ResumedChats
 from data_collection.vllm_adapter.support import refuse_other_version
 from rescheduler.transfer.migration_params import MigrationParams
 
-__all__ = ["ResumedChatsMiddleware", "answer_begun"]
-
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]

@@ -6,8 +6,6 @@ Run in a process of its own, see `forked_vllm`, with ``VLLM_ENABLE_V1_MULTIPROCE
 import time
 from typing import Any
 
-__all__ = ["forecasts_between_steps", "serve_waves"]
-
 
 def forecasts_between_steps(model: str, checkpoint: str, max_tokens: int) -> dict[str, Any]:
     """Serve three prompts and look into the scheduler after every step."""

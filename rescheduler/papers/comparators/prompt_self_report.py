@@ -14,8 +14,6 @@ from predictor.evaluation.comparators import fitted, request_lengths
 from predictor.training.row_table import RowTable
 from rescheduler.papers.comparators.text_regressor import row_token_ids, serving_model_folder
 
-__all__ = ["PromptSelfReport", "parse_length"]
-
 QUESTION = (
     "Before responding to the above instruction, you have to predict the length of your "
     "response. Print only the estimated number of tokens in your response."

@@ -17,8 +17,6 @@ from torchrl.objectives import DQNLoss, SoftUpdate, ValueEstimators
 from predictor.compilation import compiled
 from rescheduler.routing.learned.rl import action_values, network_parameters
 
-__all__ = ["AgentConfig", "DoubleDQN", "Episode"]
-
 FloatArray = npt.NDArray[np.float64]
 Layers = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
 

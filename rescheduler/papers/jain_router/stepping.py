@@ -27,19 +27,6 @@ from rescheduler.simulator.engine.routing_inputs import (
 )
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
-__all__ = [
-    "BASE",
-    "GUIDANCE",
-    "MIXING",
-    "TERMS",
-    "WORK",
-    "RewardRules",
-    "StepArrays",
-    "engine_list",
-    "put_engine",
-    "step_engines",
-]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

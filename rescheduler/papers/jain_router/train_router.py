@@ -34,8 +34,6 @@ from rescheduler.simulator.experiments.workers import changed_config, compile_no
 from rescheduler.simulator.results.report import about, refuse_foreign_folder, write_study
 from rescheduler.simulator.workloads.trace_files import announce_traces
 
-__all__ = ["train_routers"]
-
 _LABELS: dict[Variant, str] = {variant: f"rl {variant}" for variant in VARIANTS}
 """What tables call the routers that are trained with a reward."""
 

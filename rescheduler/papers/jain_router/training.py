@@ -28,18 +28,6 @@ from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.workers import available_cores, run_locally
 from rescheduler.simulator.simulation import run, run_setup
 
-__all__ = [
-    "VARIANTS",
-    "Job",
-    "Trained",
-    "Training",
-    "TrainingConfig",
-    "Variant",
-    "guided",
-    "train_all",
-    "train_router",
-]
-
 Variant = Literal["baseline", "aware", "guided"]
 
 VARIANTS: tuple[Variant, ...] = ("baseline", "aware", "guided")

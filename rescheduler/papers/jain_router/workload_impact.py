@@ -26,15 +26,6 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled_core
 
-__all__ = [
-    "V100_GRADIENTS",
-    "ImpactRules",
-    "decode_impact",
-    "guidance",
-    "mixing",
-    "prompt_impact",
-]
-
 V100_GRADIENTS = (3.2e-4, 3.3e-5)
 """grad1 and grad2 of Llama-2-7B on a V100, seconds a token (§3)."""
 

@@ -20,15 +20,6 @@ from rescheduler.papers.prompt_length.buckets import BucketCurve, LengthBuckets
 from rescheduler.papers.prompt_length.classifiers import EncoderClassifier, LengthForest
 from rescheduler.papers.prompt_length.prompt_table import Prompts
 
-__all__ = [
-    "LengthPredictor",
-    "PromptClassifier",
-    "load_length_predictor",
-    "load_task_classifier",
-    "save_length_predictor",
-    "save_task_classifier",
-]
-
 FloatArray = npt.NDArray[np.float64]
 
 _LENGTH, _TASK = "prompt_length", "prompt_task"

@@ -14,8 +14,6 @@ from data_collection.workload.prompts import load_prompts
 from predictor.evaluation.survival_metrics import Outcomes
 from predictor.training.row_table import RowTable, load_rows
 
-__all__ = ["AnsweredPrompts", "PromptSplit", "Prompts", "load_answered_prompts"]
-
 IntArray = npt.NDArray[np.int64]
 
 

@@ -17,8 +17,6 @@ from rescheduler.papers.prompt_length.study import (
     write_results,
 )
 
-__all__ = ["train_length"]
-
 _ENCODER = EncoderOptions()
 _FOREST = ForestOptions()
 

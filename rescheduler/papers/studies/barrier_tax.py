@@ -25,8 +25,6 @@ from rescheduler.simulator.results.metrics import Summary, summarise
 from rescheduler.simulator.results.report import markdown_table, signed_share
 from rescheduler.simulator.simulation import run_setup
 
-__all__ = ["barrier_tax", "barrier_tax_study", "retimed_throughput"]
-
 
 def barrier_tax(
     config: SimulationConfig, cases: dict[str, dict[str, Any]], overheads: list[float]

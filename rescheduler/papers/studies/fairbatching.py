@@ -29,8 +29,6 @@ from rescheduler.simulator.results.report import (
 )
 from rescheduler.simulator.simulation import run_setup
 
-__all__ = ["LoadCurve", "fairbatching", "fairbatching_study"]
-
 Options = Mapping[str, Any]
 
 

@@ -12,8 +12,6 @@ from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
 from rescheduler.simulator.results.report import Column, figure_cell, markdown_table
 
-__all__ = ["rescheduling", "rescheduling_study"]
-
 _COLUMNS = (
     Column("exec. variance, ms²", "execution_variance", 1e6, ".3f"),
     Column("P99 TPOT, ms", "tpot_p99", 1e3, ".2f"),

@@ -21,8 +21,6 @@ from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
 from rescheduler.simulator.results.report import COLOURS, create_panels, finish_axes, markdown_table
 
-__all__ = ["fitted_slope", "scaling", "scaling_study"]
-
 _BALANCED = 1.0
 """Tokens of mean imbalance below which a ratio says nothing but that it is large."""
 

@@ -23,8 +23,6 @@ from rescheduler.simulator.results.report import (
     write_study,
 )
 
-__all__ = ["Report", "Study", "draw_cases", "study_verb"]
-
 _OWN_ARGUMENTS = """\
 Args:
         out: folder; run it again to resume.

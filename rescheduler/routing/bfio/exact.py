@@ -10,8 +10,6 @@ from rescheduler.routing.bfio.fast import bfio_fast, evened_out, must_admit
 from rescheduler.routing.bfio.foresight import foresight, loads_ahead
 from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, empty_target
 
-__all__ = ["imbalance_of", "solve_exactly"]
-
 TOLERANCE = 0.1
 """Tokens of J within which an assignment counts as optimal: far less than one request's."""
 

@@ -21,9 +21,6 @@ from rescheduler.routing.bfio.search import (
 )
 from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, best_by_load, place
 
-__all__ = ["best_start", "bfio_fast", "evened_out", "must_admit"]
-
-
 LEVELS = 3
 """Envelopes that constructions aim at."""
 FITS = 8

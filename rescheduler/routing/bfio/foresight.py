@@ -5,8 +5,6 @@ import numpy as np
 from predictor.compilation import compiled
 from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs
 
-__all__ = ["FURTHEST", "foresight", "free_slots", "loads_ahead"]
-
 FURTHEST = 2000
 """Steps looked ahead at most: far more than an instance usually goes without an admission."""
 NEGLIGIBLE = 1e-3

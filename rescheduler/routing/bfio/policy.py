@@ -18,8 +18,6 @@ from rescheduler.routing.policy import (
     spaced_points,
 )
 
-__all__ = ["BFIO"]
-
 
 @routing_policy("bfio")
 @dataclass(frozen=True)

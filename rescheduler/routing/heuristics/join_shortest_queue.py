@@ -17,8 +17,6 @@ from rescheduler.routing.inputs import (
 )
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
-__all__ = ["JSQ", "PAB", "DecodeBalancer", "JSQLoad", "JSQTokens", "VLLMScore", "jsq_tokens"]
-
 
 @compiled
 def jsq(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:

@@ -17,9 +17,6 @@ from rescheduler.routing.inputs import (
 )
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 
-__all__ = ["FCFS", "UNBOUNDED", "MinMin", "RoundRobin"]
-
-
 UNBOUNDED = UNLIMITED // 2
 """Slots or tokens from which on nothing limits an instance: it lets requests queue, or has not
 reported its KV capacity."""

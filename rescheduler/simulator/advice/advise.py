@@ -35,8 +35,6 @@ from rescheduler.simulator.workloads.trace_files import TraceFile
 from rescheduler.simulator.workloads.trace_formats import TraceFormatName
 from rescheduler.step_time.step_time import create_step_time
 
-__all__ = ["advise"]
-
 _MOST_READ = 1_000_000
 _REQUESTS = 20_000
 _TOKENS = 20_000_000

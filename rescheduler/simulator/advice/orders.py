@@ -16,8 +16,6 @@ from rescheduler.simulator.workloads.forecast_recording import MEASURED_INTERVAL
 from rescheduler.simulator.workloads.trace import ResampledTrace
 from rescheduler.step_time.step_time import StepTime
 
-__all__ = ["LOAD", "OrderCase", "OrderGains", "order_cases", "order_figures", "order_gains"]
-
 LOAD = 1.2
 """Of the capacity: who goes first matters where somebody waits."""
 

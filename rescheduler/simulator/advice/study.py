@@ -36,8 +36,6 @@ from rescheduler.simulator.results.metrics import summarise
 from rescheduler.simulator.workloads.trace import ResampledTrace
 from rescheduler.step_time.step_time import StepTime
 
-__all__ = ["Study"]
-
 _MOST_WORKERS = 8
 
 

@@ -11,9 +11,6 @@ from rescheduler.simulator.advice.verdicts import WORTH, Case, Gain, Judgement, 
 from rescheduler.simulator.results.report import COLOURS, finish_axes
 from rescheduler.simulator.workloads.forecast_recording import MEASURED_INTERVAL
 
-__all__ = ["advice_text", "draw_advice", "in_words"]
-
-
 _WIDTH = 98
 _FIGURES = {
     "throughput": "throughput",

@@ -7,8 +7,6 @@ from rescheduler.batching.batch_formation import FORMATIONS, BatchRules
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.step_time.step_time import StepTime
 
-__all__ = ["ServiceRules", "service_rules"]
-
 
 class ServiceRules(NamedTuple):
     """The part of a simulation's rules that objectives are for.

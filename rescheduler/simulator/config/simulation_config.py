@@ -12,22 +12,6 @@ from rescheduler.cluster.cluster_view import UNLIMITED
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, POSITIVE, Checked
 from rescheduler.commands.command_parser import CommandParser
 
-__all__ = [
-    "AdmissionConfig",
-    "ArrivalsConfig",
-    "ClusterConfig",
-    "MigrationConfig",
-    "PolicyChoice",
-    "PoolConfig",
-    "PowerConfig",
-    "PrefillConfig",
-    "SLOConfig",
-    "SimulationConfig",
-    "TransferConfig",
-    "checked",
-    "read_config",
-]
-
 
 class PolicyChoice(NamedTuple):
     """One policy, migration planner or order of service, before it is created.

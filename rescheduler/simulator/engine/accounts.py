@@ -18,8 +18,6 @@ from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
 from rescheduler.simulator.engine.engine_state import Cluster
 
-__all__ = ["charge_account", "mean_service", "settle_account", "wait_for_account"]
-
 
 @compiled_inline
 def wait_for_account(cluster: Cluster, row: int) -> None:

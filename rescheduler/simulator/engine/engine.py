@@ -45,8 +45,6 @@ from rescheduler.simulator.engine.slots import (
 from rescheduler.simulator.engine.step_metrics import PowerModel, observe
 from rescheduler.step_time.step_time import StepTime
 
-__all__ = ["EngineParts", "advance", "apply_target"]
-
 _TIME, _PLAN, _REVEAL, _DECIDE, _START = range(5)
 
 _SAME_MOMENT = 1e-9

@@ -2,8 +2,6 @@
 
 import numpy as np
 
-__all__ = ["ACCOUNT", "FINISHED", "INSTANCE", "MOVE", "PLACED", "REQUEST", "SAMPLE", "SCALARS"]
-
 INSTANCE = np.dtype(
     [
         ("load", np.int64),  # context tokens of requests that decode or fill

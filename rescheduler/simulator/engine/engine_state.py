@@ -24,38 +24,6 @@ from rescheduler.simulator.engine.engine_records import (
 )
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
-__all__ = [
-    "FIRST_POOL",
-    "ITL_BINS_PER_E",
-    "MIGRATED",
-    "NEVER",
-    "NONE",
-    "PREEMPTED",
-    "SHORTEST_ITL",
-    "Arrivals",
-    "Batching",
-    "Cluster",
-    "PolicyState",
-    "Prefill",
-    "Rules",
-    "Series",
-    "Sharing",
-    "Wanted",
-    "admit",
-    "arrives",
-    "new_arrivals",
-    "new_cluster",
-    "new_policy_state",
-    "new_series",
-    "queue",
-    "queue_first",
-    "take",
-    "with_accounts",
-    "with_more_rows",
-    "with_wider_pool",
-]
-
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Records = npt.NDArray[Any]

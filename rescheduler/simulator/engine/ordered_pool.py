@@ -24,8 +24,6 @@ from rescheduler.simulator.engine.engine_state import (
 from rescheduler.simulator.engine.routing_inputs import expected_left
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
-__all__ = ["order_pool"]
-
 
 @compiled_core
 def order_pool(

@@ -20,8 +20,6 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     survival_row,
 )
 
-__all__ = ["expected_left", "fill_routing_inputs", "gather_placed", "simulated_migration_inputs"]
-
 
 @compiled_core
 def gather_placed(cluster: Cluster) -> int:

@@ -18,17 +18,6 @@ from rescheduler.simulator.engine.engine_state import (
 )
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
-__all__ = [
-    "PowerModel",
-    "count_latency",
-    "load_watts",
-    "mfu_watts",
-    "observe",
-    "power_model",
-    "record",
-    "watts",
-]
-
 
 class PowerModel(NamedTuple):
     r"""The numbers of :math:`P(u)`.

@@ -9,19 +9,6 @@ import numpy.typing as npt
 from predictor.compilation import compiled_core, compiled_inline
 from predictor.forecasts.curve import aged_mean, aged_survival
 
-__all__ = [
-    "CURVE",
-    "MARGINAL",
-    "NONE",
-    "ONCE",
-    "POINT",
-    "ForecastArrays",
-    "expected_remaining",
-    "knows_ends",
-    "splitmix64",
-    "survival_row",
-]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

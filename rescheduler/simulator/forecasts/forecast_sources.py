@@ -26,8 +26,6 @@ from rescheduler.simulator.workloads.forecast_recording import (
 )
 from rescheduler.simulator.workloads.trace import Trace
 
-__all__ = ["SOURCES", "ForecastSource", "create_forecast"]
-
 IntArray = npt.NDArray[np.int64]
 
 

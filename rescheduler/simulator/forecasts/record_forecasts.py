@@ -24,8 +24,6 @@ from rescheduler.simulator.workloads.forecast_recording import (
     write_recording,
 )
 
-__all__ = ["record", "record_forecasts"]
-
 IntArray = npt.NDArray[np.int64]
 
 _ROWS_AT_ONCE = 8192

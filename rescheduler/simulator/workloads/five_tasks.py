@@ -12,9 +12,6 @@ from rescheduler.cluster.registry import COUNT
 from rescheduler.simulator.workloads.length_generators import LengthGenerator, whole_tokens
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
-__all__ = ["TASKS", "FiveTasks", "MixedClasses"]
-
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

@@ -18,17 +18,6 @@ from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.registry import COUNT, Checked
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
-__all__ = [
-    "MEASURED_INTERVAL",
-    "MEASURED_SIGMA",
-    "ForecastRecording",
-    "ReplayTrace",
-    "error_sigma",
-    "in_steps",
-    "read_recording",
-    "write_recording",
-]
-
 IntArray = npt.NDArray[np.int64]
 
 _KEY = b"headway"

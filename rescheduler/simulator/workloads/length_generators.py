@@ -12,20 +12,6 @@ from scipy.special import ndtr, ndtri
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, Checked
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
-__all__ = [
-    "BurstGPTLike",
-    "BurstGPTSample",
-    "GeometricLengths",
-    "HomogeneousLengths",
-    "IndependentLengths",
-    "LengthGenerator",
-    "LognormalLengths",
-    "StarLengths",
-    "lognormal",
-    "whole_tokens",
-]
-
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

@@ -7,19 +7,6 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "BLOCK_REQUESTS",
-    "MOST_CLIENTS",
-    "ResampledTrace",
-    "Trace",
-    "TraceBlock",
-    "block_sizes",
-    "first_requests",
-    "lengths_block",
-    "timed_blocks",
-]
-
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

@@ -39,8 +39,6 @@ from rescheduler.simulator.workloads.trace import (
 )
 from rescheduler.simulator.workloads.trace_formats import Row, TraceFormatName, recognise
 
-__all__ = ["GENERATORS", "TraceFile", "announce_traces", "create_trace"]
-
 GENERATORS = Registry[Trace](
     "generator",
     {

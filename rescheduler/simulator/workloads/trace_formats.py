@@ -12,8 +12,6 @@ import msgspec
 
 from data_collection.workload.arrivals import EXPECTED, Expected, TimeUnit, ticks
 
-__all__ = ["Row", "TraceFormatName", "recognise"]
-
 TraceFormatName = Literal["headway", "azure", "burstgpt", "mooncake"]
 
 _EPOCH = datetime(1970, 1, 1)

@@ -10,8 +10,6 @@ import yaml
 
 from rescheduler.engines.deployment import Deployment
 
-__all__ = ["CHART", "REQUIRED", "VALUES", "Object", "Rendered", "render", "rendered"]
-
 CHART = Path(__file__).parents[3] / "charts" / "headway"
 REQUIRED: dict[str, Any] = {"image": {"repository": "registry.example/headway"}, "model": "me/mine"}
 Object = dict[str, Any]

@@ -38,8 +38,6 @@ from rescheduler.placement.placeable import MoveOutcome, Placeable
 from rescheduler.step_time.mean_step_time import MeanStepTime
 from rescheduler.transfer.control_client import ControlClient
 
-__all__ = ["LOST", "Model"]
-
 OPTIONS = ProxyOptions(prefill_concurrency=2, ahead=4, pool=64, pool_seconds=3600.0)
 SILENT, LOST, BEAT = 1.5, 10.0, 0.25
 DIGEST = "digest"

@@ -11,8 +11,6 @@ from rescheduler.step_time.profile import (
     fit_quality,
 )
 
-__all__ = ["ENGINE", "TRUE", "profile_of", "steps_of"]
-
 ENGINE = EngineDescription(
     model="smollm2",
     revision="1",

@@ -24,8 +24,6 @@ from rescheduler.placement.placeable import Placeable, Placements
 from rescheduler.telemetry.telemetry_view import SURVIVAL_SCALE, ForecastBatch
 from rescheduler.transfer.control_messages import EngineState
 
-__all__ = ["Fleet", "VirtualRequest", "VirtualRun"]
-
 _K = 20
 
 

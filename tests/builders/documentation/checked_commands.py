@@ -17,8 +17,6 @@ from shown_commands import ROOT
 from rescheduler.commands.command_line import VERBS, load_function, main, split_verb
 from rescheduler.commands.command_parser import command_arguments, command_parser, resolved
 
-__all__ = ["UNCHECKED", "VLLM", "check_mention", "check_words", "programs_of"]
-
 UNCHECKED = ("curl", "envoy", "helm", "jupyter", "kubectl", "openssl", "prometheus", "promtool",
              "ray", "ssh")  # fmt: skip
 """Programs whose arguments nobody here knows: a page says who runs them, or why nobody does."""

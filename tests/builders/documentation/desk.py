@@ -29,8 +29,6 @@ from data_collection.models import prepare_embedded
 from rescheduler.commands.command_line import main
 from rescheduler.page.snapshot import LogWriter
 
-__all__ = ["Desk", "StandIn", "exit_status", "laid"]
-
 StandIn = Callable[[Path], None]
 
 _KEPT = ("charts", "checkpoints", "configs", "deploy", "examples", "recordings", "transcripts")

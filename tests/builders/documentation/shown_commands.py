@@ -11,21 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-__all__ = [
-    "KINDS",
-    "PAGES",
-    "PYTHON",
-    "ROOT",
-    "RUN",
-    "UNTESTED",
-    "Block",
-    "How",
-    "Page",
-    "Shown",
-    "read_page",
-    "spans_in",
-]
-
 ROOT = Path(__file__).parents[3]
 PAGES = [
     ROOT / "README.md",

@@ -13,8 +13,6 @@ from rescheduler.step_time.profile import (
     write_profile,
 )
 
-__all__ = ["profile_of"]
-
 
 def profile_of(model: Path, path: Path, batch: BatchTime, where: str | None = None) -> Path:
     """Write a profile that says that batches of the model take so long."""

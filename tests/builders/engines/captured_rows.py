@@ -5,8 +5,6 @@ from pathlib import Path
 from benchmarks.support.offline_engine import compare_vectors, missing_rows
 from predictor.training.row_table import RowTable
 
-__all__ = ["assert_rows_are_whole", "assert_vectors_equal"]
-
 
 def assert_rows_are_whole(rows: RowTable) -> None:
     """Assert a row for every token, and none of a part of a prompt or of an ended request."""

@@ -4,8 +4,6 @@ import itertools
 import os
 import socket
 
-__all__ = ["free_port"]
-
 _FIRST, _EACH, _WORKERS = 10_000, 1_250, 8
 """Below the ports that the system gives to whoever wants any, and those of `local_deployment`."""
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS

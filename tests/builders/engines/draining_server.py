@@ -8,8 +8,6 @@ from rescheduler.engines.engine_command import EngineCommand
 from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.engines.launch_upgrade import Drain
 
-__all__ = ["BUSY", "busy", "draining_server"]
-
 BUSY = """
 import http.server, os, pathlib, signal, sys
 port, left, word = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]

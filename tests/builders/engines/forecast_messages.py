@@ -17,8 +17,6 @@ from predictor.models.survival_mlp import SurvivalMLP
 from predictor.training.row_table import RowTable
 from predictor.training.rows_data_module import request_rows
 
-__all__ = ["CHECKPOINT", "assert_forecasts_equal", "write_all_reading"]
-
 _WIDTHS = ("word_embed_proj_dim", "hidden_size", "n_embd")
 CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-instruct"
 

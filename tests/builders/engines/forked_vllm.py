@@ -18,16 +18,6 @@ from typing import Any
 
 from chosen_ports import free_port
 
-__all__ = [
-    "Command",
-    "Server",
-    "ended_server",
-    "post",
-    "run_forked",
-    "running_command",
-    "running_server",
-]
-
 _MAIN = "vllm.entrypoints.launchers.api_server.entry"
 _PRELOADED = [
     _MAIN,

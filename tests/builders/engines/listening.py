@@ -8,8 +8,6 @@ import zmq
 
 from predictor.live.telemetry_messages import TOPIC, Message, Snapshot, decode_message
 
-__all__ = ["Listener", "listener"]
-
 
 class Listener:
     """What was published so far by the engines that connect to its endpoint."""

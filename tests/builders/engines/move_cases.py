@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from moving import GREEDY, Engine, Generation, moved
 
-__all__ = ["CASES", "Case", "Compared", "assert_unchanged", "there_and_back"]
-
 
 @dataclass(frozen=True)
 class Case:

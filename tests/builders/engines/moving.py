@@ -14,21 +14,6 @@ from rescheduler.openai.openai_stream import read_events
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState, Frozen, NotFrozenError
 
-__all__ = [
-    "GREEDY",
-    "PATIENCE",
-    "STORY",
-    "Engine",
-    "Generation",
-    "Run",
-    "finish",
-    "idle_state",
-    "moved",
-    "place",
-    "runner_on",
-    "until_frozen",
-]
-
 STORY = "Once upon a time, in a small village by the sea, there lived a"
 PATIENCE = 120.0
 """Seconds for any exchange with a control socket, on a busy machine too."""

@@ -22,8 +22,6 @@ from rescheduler.openai.openai_stream import DONE, EventReader, StreamSplicer, r
 from rescheduler.openai.request_reader import read_request
 from rescheduler.transfer.vllm_server import answer_begun
 
-__all__ = ["ParsingServer", "answered", "joined", "spliced"]
-
 _PROMPT = "user: How is the weather?\nassistant: "
 _BODIES = EngineBodies()
 

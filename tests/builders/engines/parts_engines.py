@@ -35,8 +35,6 @@ from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.step_time.profile import BatchTime
 
-__all__ = ["MOVED", "PartsEngines", "parts_engines"]
-
 _NAMES = (
     *("greedy", "seed", "top-p-top-k", "repetition-penalty", "other-penalties"),
     *("seed-and-penalties", "logprobs", "bad-words", "logit-bias"),

@@ -4,8 +4,6 @@ import os
 
 import psutil
 
-__all__ = ["processes_in"]
-
 
 def processes_in(group: int) -> list[psutil.Process]:
     """Return the processes of a group that have not ended."""

@@ -23,19 +23,6 @@ from predictor.live.zmq_sockets import apply_curve
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import InstanceKey, TelemetryView
 
-__all__ = [
-    "EDGES",
-    "KEY",
-    "MAX_TOKENS",
-    "Engine",
-    "GivenTelemetry",
-    "coded_curve",
-    "endpoint_of",
-    "frames",
-    "publisher",
-    "snapshot",
-]
-
 EDGES = [0, 1, 5, 20, 100, 400]
 KEY = InstanceKey("gpu0", 0)
 MAX_TOKENS = 400

@@ -8,8 +8,6 @@ import pyarrow.parquet as pq
 
 from data_collection.dataset.dataset_schema import requests_files, rows_files
 
-__all__ = ["wait_until_recorded"]
-
 
 def wait_until_recorded(dataset: Path, count: int) -> None:
     """Wait until the ends of so many requests, and all their rows, are in a dataset.

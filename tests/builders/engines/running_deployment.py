@@ -13,9 +13,6 @@ from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, 
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_engines import Launched
 
-__all__ = ["ENGINE", "PATIENT", "RunningDeployment", "complete", "recording"]
-
-
 ENGINE = EngineOptions(
     dtype="float32",
     max_model_len=1024,

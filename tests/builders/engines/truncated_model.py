@@ -4,8 +4,6 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-__all__ = ["truncated_model"]
-
 
 def truncated_model(model: Path, layers: int, folder: Path) -> Path:
     """Write a model of so many of a model's layers, with its tokenizer."""

@@ -19,15 +19,6 @@ from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.step_time.profile import BatchTime
 
-__all__ = [
-    "BATCHED_TOKENS",
-    "V2_RUNNER",
-    "V2Engines",
-    "v2_engines",
-    "v2_environment",
-    "what_ran",
-]
-
 V2_RUNNER = "vllm.v1.worker.cpu.model_runner.CPUModelRunner"
 
 BATCHED_TOKENS = 64

@@ -5,8 +5,6 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["attributes_set_in", "fields_of", "metric_labels"]
-
 
 @cache
 def _source_of(module: str) -> ast.Module:

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["command_for"]
-
 
 def command_for(config: Path) -> list[str]:
     """Return a verb and its required arguments."""

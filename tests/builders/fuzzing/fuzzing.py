@@ -11,18 +11,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-__all__ = [
-    "ODD_VALUES",
-    "PACKABLE",
-    "changed",
-    "damaged_bytes",
-    "damaged_frames",
-    "damaged_yaml",
-    "fuzzed",
-    "json_text",
-    "structs",
-]
-
 _INPUTS = 100
 
 

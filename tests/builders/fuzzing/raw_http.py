@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-__all__ = ["RawAnswer", "exchange", "raw_request", "watched_loop"]
-
 _HEAD = re.compile(rb"HTTP/(?:0\.9|1\.[01]) (\d{3}) [^\r\n]*\r\n((?:[^\r\n]+\r\n)*)\r\n")
 
 

@@ -21,8 +21,6 @@ from rescheduler.page.snapshot import (
     Snapshot,
 )
 
-__all__ = ["MadeUpCluster"]
-
 _EDGES = np.array([0, 16, 32, 64, 128, 256, 512, 1024, 2048])
 _TOKENS = 12
 """That every request generates between two snapshots."""

@@ -10,8 +10,6 @@ from rescheduler.page.page_files import PageFiles, PageStream
 from rescheduler.page.snapshot import SnapshotFeed, Source
 from rescheduler.serving.connection import answer_errors, token_check
 
-__all__ = ["TOKEN", "page_app", "page_served"]
-
 TOKEN = "a-token"
 
 

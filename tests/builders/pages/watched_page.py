@@ -9,8 +9,6 @@ import msgspec
 
 from rescheduler.page.snapshot import Snapshot
 
-__all__ = ["Stream", "stream"]
-
 _SECONDS = 60
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from aiohttp import web
 from scripted_engine import ScriptedEngine
 
-__all__ = ["BrokenEngine", "Script"]
-
 Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -17,8 +17,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
-__all__ = ["Collected", "Collector", "grpc_collector", "http_collector", "rendered"]
-
 
 @dataclass(frozen=True)
 class Collected:

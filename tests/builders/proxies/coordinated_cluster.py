@@ -19,8 +19,6 @@ from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.admin_app import AdminListener
 from rescheduler.serving.serve import Listeners
 
-__all__ = ["Coordinated", "Make", "coordinated_cluster", "link_of"]
-
 
 @dataclass
 class Coordinated:

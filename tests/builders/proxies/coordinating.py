@@ -18,8 +18,6 @@ from rescheduler.placement.placeable import Placements
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
-__all__ = ["RECORD", "shared_by_sessions"]
-
 RECORD = Record(
     handle=1,
     id="id",

@@ -9,8 +9,6 @@ from published_telemetry import Engine, endpoint_of, frames, publisher
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
-__all__ = ["labels_by_name", "scraped_proxy"]
-
 
 def labels_by_name(text: str) -> dict[str, set[str]]:
     """The labels of every sample that a scrape holds."""

@@ -21,8 +21,6 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.gateway.picker import Picker, PickerServer
 from rescheduler.placement.live_request import LiveRequest
 
-__all__ = ["Gateway", "documented_envoy", "gateway", "running_envoy"]
-
 CONFIG = Path(__file__).parents[3] / "docs" / "envoy.yaml"
 
 Config = dict[str, Any]

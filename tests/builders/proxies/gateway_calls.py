@@ -13,8 +13,6 @@ from tokenizers import Tokenizer
 from rescheduler.gateway.messages import PROCESSOR, ProcessingRequest, ProcessingResponse
 from rescheduler.gateway.picker import Picker, PickerServer
 
-__all__ = ["Asked", "asked_picker", "request_head", "said"]
-
 
 def request_head(path: str = "/v1/completions", ends: bool = False, **more: str) -> Any:
     """Return the headers of a POST."""

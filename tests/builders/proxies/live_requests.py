@@ -12,8 +12,6 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 
-__all__ = ["instance_state", "live_request"]
-
 
 def instance_state(name: str, role: Any = "decode", control: Any = None) -> InstanceState:
     return InstanceState(Instance(name, role, f"http://{name}:1"), ProxyOptions(), control)

@@ -24,17 +24,6 @@ from rescheduler.serving.admin_client import admin_token
 from rescheduler.serving.connection import METRICS_SECONDS
 from rescheduler.transfer.control_client import ControlClient
 
-__all__ = [
-    "CHAT",
-    "COMPLETIONS",
-    "Client",
-    "Served",
-    "finished_tasks",
-    "logprobs_of",
-    "served",
-    "text_of",
-]
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 _PATIENCE = 300.0

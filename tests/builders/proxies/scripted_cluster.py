@@ -18,19 +18,6 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.serve import Listeners
 
-__all__ = [
-    "OPTIONS",
-    "PROMPT",
-    "Cluster",
-    "cluster",
-    "names",
-    "scripted",
-    "served",
-    "text_of",
-    "tokens_of",
-    "until",
-]
-
 PROMPT = "Tell me of a river"
 
 OPTIONS = ProxyOptions(

@@ -49,8 +49,6 @@ from rescheduler.transfer.control_messages import (
 )
 from rescheduler.transfer.control_server import Asked, ControlServer
 
-__all__ = ["NarrowEngine", "Running", "ScriptedEngine", "reference"]
-
 _BLOCKS = 1000
 _BLOCK = 16
 

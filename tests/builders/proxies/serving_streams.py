@@ -6,8 +6,6 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-__all__ = ["engine_stream", "whole_text"]
-
 
 def whole_text(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     """What the tokens say after the prompt; of a character only whole ones."""

@@ -9,8 +9,6 @@ from scripted_engine import ScriptedEngine
 
 from rescheduler.openai.openai_request import error_body
 
-__all__ = ["StrictEngine"]
-
 _LARGEST = 4096
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=32)] | None
 _Few = Annotated[int, msgspec.Meta(ge=1, le=4)] | None

@@ -2,8 +2,6 @@
 
 import promql_parser as promql
 
-__all__ = ["result_labels"]
-
 
 def result_labels(expression: promql.Expr, known: dict[str, set[str]]) -> set[str]:
     """The labels of an expression's results.

@@ -3,8 +3,6 @@
 import shutil
 from pathlib import Path
 
-__all__ = ["PROMTOOL"]
-
 _FETCHED = Path(__file__).parents[3] / "build/promtool/usr/bin/promtool"
 PROMTOOL = shutil.which("promtool") or shutil.which(_FETCHED)
 """None: it is missing; `.ci/run` fetches it."""
