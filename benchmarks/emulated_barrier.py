@@ -20,29 +20,31 @@ import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace as replace_fields
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from benchmarks.emulator_check import write_trace
-from benchmarks.support.deployments import patient, proxy, until_idle
+from benchmarks.support.deployments import proxy, until_idle
 from benchmarks.support.emulated_load import PromptLengths, drawn_load
-from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, kept_rounds, run_missing
-from benchmarks.support.report import (
-    Cells,
-    arguments,
-    change,
-    relative_cells,
-    resumable,
-    write_report,
+from benchmarks.support.experiment import (
+    EXACT,
+    PATIENCE,
+    RECORDED,
+    Arms,
+    Experiment,
+    Run,
+    emulated_replicas,
+    excess_of,
+    of_results,
+    step_logs,
 )
+from benchmarks.support.report import change, relative_cells
 from benchmarks.support.stream_client import session
 from rescheduler.demo.scripted_load import EmulatedRequest, asked_body, step_rows
 from rescheduler.emulation.emulate_options import (
@@ -50,8 +52,7 @@ from rescheduler.emulation.emulate_options import (
     EmulateOptions,
     StepSeconds,
 )
-from rescheduler.engines.deployment import Deployment, EngineOptions
-from rescheduler.engines.launch_local import local_deployment
+from rescheduler.engines.deployment import Deployment
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,
@@ -68,11 +69,11 @@ PAPER = bfio_step_time(PLACES)
 STEP = StepSeconds(constant=PAPER.constant, per_new=0.0, per_context=PAPER.per_context)
 LAW = AnswerLengths(median=300, sigma=1.0, longest=8_000)
 PROMPTS = PromptLengths(500, 16_000)
-SCRATCH = Path("runs/emulated_barrier")
 BASE = "jsq_load"
 FIGURES = ("tokens_per_s", "step_ms", "barrier_share")
 SIMULATED = ("jsq_load", "jsq", "bfio_0")
 """Those that need no forecast: what differs is the simulator's idea of vLLM and of the proxy."""
+SIMULATED_TOO = ", simulated"
 BFIO_0, BFIO = {"name": "bfio", "horizon": 0}, {"name": "bfio"}
 WARM, MEASURED = 1, 2
 """Requests that end before anything is measured, and while it is, for each place."""
@@ -90,50 +91,6 @@ ARMS = {
     "bfio": Arm(BFIO),
     "bfio_exact": Arm(BFIO, exact=True),
 }
-
-
-class Plan(NamedTuple):
-    """What is the same for all runs."""
-
-    out: Path
-    ranks: int
-    dilation: float
-
-    def deployment(self, exact: bool) -> Deployment:
-        """Return the ranks, whose prompts cost nothing."""
-        emulate = EmulateOptions(
-            step_time=STEP,
-            kv_tokens=1_000_000,
-            max_num_batched_tokens=131_072,
-            dilation=self.dilation,
-            lengths=LAW,
-            forecast=EXACT if exact else RECORDED,
-            prompt_forecast=EXACT if exact else RECORDED,
-            logs=str((SCRATCH / "steps").absolute()),
-            barrier=True,
-        )
-        engine = EngineOptions(
-            max_num_seqs=PLACES,
-            block_size=32,
-            max_model_len=32_768,
-            emulate=emulate,
-            arguments=["--no-enable-log-requests", "--disable-uvicorn-access-log"],
-        )
-        return patient(local_deployment("smollm2", engine, decode=self.ranks, prefill=0))
-
-    def cells(self, number: int, arm: str) -> Cells:
-        emulate = to_builtins(self.deployment(ARMS[arm].exact).engine.emulate)
-        del emulate["logs"]
-        settings = {
-            "emulate": emulate,
-            "ranks": self.ranks,
-            "arm": ARMS[arm]._asdict(),
-            "prompts": PROMPTS,
-            "places": PLACES,
-            "waiting": WAITING,
-            "ended": (WARM, MEASURED),
-        }
-        return Cells(self.out / f"round-{number}", settings)
 
 
 def drawn(number: int) -> Iterator[EmulatedRequest]:
@@ -171,71 +128,118 @@ class Clients:
             self.ended += 1
 
 
+class EmulatedBarrier(Experiment):
+    """Ranks that step together, whose prompts cost nothing."""
+
+    name = "emulated_barrier"
+    arms = ARMS
+    base = BASE
+    figures = FIGURES
+
+    def engines_of(self, arm: str) -> bool:
+        return ARMS[arm].exact
+
+    def emulate(self, exact: bool) -> EmulateOptions:
+        return EmulateOptions(
+            step_time=STEP,
+            kv_tokens=1_000_000,
+            max_num_batched_tokens=131_072,
+            dilation=self.options.dilation,
+            lengths=LAW,
+            forecast=EXACT if exact else RECORDED,
+            prompt_forecast=EXACT if exact else RECORDED,
+            logs=str((self.scratch / "steps").absolute()),
+            barrier=True,
+        )
+
+    def deployment(self, key: bool) -> Deployment:
+        emulate, ranks = self.emulate(key), self.options.ranks
+        return emulated_replicas(emulate, ranks, PLACES, max_model_len=32_768)
+
+    def settings(self, run: Run | None) -> dict[str, Any]:
+        assert run is not None, "there always is more than is served"
+        arm = ARMS[run.arm]
+        return {
+            "emulate": of_results(self.emulate(arm.exact)),
+            "ranks": self.options.ranks,
+            "arm": arm._asdict(),
+            "prompts": PROMPTS,
+            "places": PLACES,
+            "waiting": WAITING,
+            "ended": (WARM, MEASURED),
+        }
+
+    def folder(self, run: Run) -> Path:
+        out: Path = self.options.out
+        return out / f"round-{run.round}"
+
+    async def serve(self, deployment: Deployment, run: Run, salt: int) -> dict[str, float]:
+        ranks = self.options.ranks
+        places = ranks * PLACES
+        serving = replace(deployment, routing=ARMS[run.arm].routing)
+        await until_idle(deployment, PATIENCE)
+        with proxy(serving, self.scratch):
+            clients = Clients(serving, run.round, places + ranks * WAITING)
+            running = asyncio.create_task(clients.run())
+            try:
+                ended = asyncio.create_task(clients.until(WARM * places))
+                await asyncio.wait([running, ended], return_when=asyncio.FIRST_COMPLETED)
+                since = time.perf_counter()
+                ended = asyncio.create_task(clients.until((WARM + MEASURED) * places))
+                await asyncio.wait([running, ended], return_when=asyncio.FIRST_COMPLETED)
+                until = time.perf_counter()
+                if running.done():
+                    running.result()  # why it ended
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+        if clients.failed:
+            raise RuntimeError(f"{clients.failed} requests failed")
+        await until_idle(deployment, PATIENCE)
+        logs = step_logs(self.scratch, deployment.decode)
+        return step_figures(logs, since, until, self.options.dilation)
+
+    def results(self, load: float, arms: Sequence[str]) -> Arms:
+        """Return the valid results, and what the simulator says of the same requests."""
+        found = super().results(load, arms)
+        simulations = {
+            arm + SIMULATED_TOO: {
+                number: simulated(self.options.ranks, number, arm) for number in found[arm]
+            }
+            for arm in SIMULATED
+            if arm in found
+        }
+        return {**found, **simulations}
+
+    def tables(self, found: Mapping[float, Arms]) -> list[str]:
+        served, simulations = parted(found)
+        return ["\n".join(report(served)), "\n".join(["Simulated:", "", *report(simulations)])]
+
+    def summary(self, found: Mapping[float, Arms]) -> dict[str, float]:
+        served, simulations = parted(found)
+        figures = {f"{name}_simulated": one for name, one in figures_of(simulations).items()}
+        return figures_of(served) | figures
+
+
+def parted(found: Mapping[float, Arms]) -> tuple[Arms, Arms]:
+    """Return the results of the engines, and those of the simulator."""
+    (runs,) = found.values()
+    simulations = {arm: rounds for arm, rounds in runs.items() if arm.endswith(SIMULATED_TOO)}
+    served = {arm: rounds for arm, rounds in runs.items() if arm not in simulations}
+    return served, {arm.removesuffix(SIMULATED_TOO): one for arm, one in simulations.items()}
+
+
 def main() -> None:
-    parser = arguments("what routing gains behind a barrier, on emulated engines")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    description = "what routing gains behind a barrier, on emulated engines"
+    parser = EmulatedBarrier.parser(description, rounds=4)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--dilation", type=float, default=4.0, help="of all times (4)")
-    parser.add_argument("--report", action="store_true", help="run nothing, show what there is")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/emulated_barrier"))
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.ranks, options.arms = 1, 2, ["jsq_load", "bfio_0"]
-        options.out = Path("runs/emulated_barrier_quick")
-    for folder in (options.out, SCRATCH):
-        folder.mkdir(parents=True, exist_ok=True)
-    plan = Plan(options.out, options.ranks, options.dilation)
-    arms = [name for name in ARMS if name in {*options.arms, BASE}]
-    if not options.report:
-        with resumable():
-            serve = partial(served, plan)
-            exact = {name: ARMS[name].exact for name in arms}
-            run_missing(plan, options.rounds, exact, serve, SCRATCH / "logs")
-    found = kept_rounds(plan, options.rounds, arms)
-    simulations = {
-        arm: {number: simulated(plan, number, arm) for number in found[arm]}
-        for arm in SIMULATED
-        if arm in found
-    }
-    tables = ["\n".join(report(found)), "\n".join(["Simulated:", "", *report(simulations)])]
-    print("\n\n".join(tables))
-    figures = figures_of(found)
-    figures |= {f"{name}_simulated": one for name, one in figures_of(simulations).items()}
-    write_report("emulated_barrier", figures, options.json, tables=tables)
+    barrier = EmulatedBarrier(parser.parse_args())
+    barrier.capacity = 1.0
+    barrier.main({"ranks": 2, "arms": ["jsq_load", "bfio_0"]})
 
 
-async def served(
-    plan: Plan, deployment: Deployment, number: int, name: str, _attempt: int
-) -> Mapping[str, float]:
-    places = plan.ranks * PLACES
-    serving = replace(deployment, routing=ARMS[name].routing)
-    await until_idle(deployment, PATIENCE)
-    with proxy(serving, SCRATCH):
-        clients = Clients(serving, number, places + plan.ranks * WAITING)
-        running = asyncio.create_task(clients.run())
-        try:
-            ended = asyncio.create_task(clients.until(WARM * places))
-            await asyncio.wait([running, ended], return_when=asyncio.FIRST_COMPLETED)
-            since = time.perf_counter()
-            ended = asyncio.create_task(clients.until((WARM + MEASURED) * places))
-            await asyncio.wait([running, ended], return_when=asyncio.FIRST_COMPLETED)
-            until = time.perf_counter()
-            if running.done():
-                running.result()  # why it ended
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-    if clients.failed:
-        raise RuntimeError(f"{clients.failed} requests failed")
-    await until_idle(deployment, PATIENCE)
-    logs = [SCRATCH / "steps" / f"{one.name}.csv" for one in deployment.decode]
-    return step_figures(logs, since, until, plan.dilation)
-
-
-def step_figures(
-    logs: list[Path], since: float, until: float, dilation: float
-) -> Mapping[str, float]:
+def step_figures(logs: list[Path], since: float, until: float, dilation: float) -> dict[str, float]:
     """Return figures of the ranks' steps that ended between two times, in emulated time."""
     tokens, asked, real, own, steps = 0.0, 0.0, 0.0, 0.0, 0
     for log in logs:
@@ -257,22 +261,20 @@ def step_figures(
     }
 
 
-def simulated(plan: Plan, number: int, arm: str) -> Mapping[str, float]:
+def simulated(ranks: int, number: int, arm: str) -> Mapping[str, float]:
     """Return what the simulator says of the same requests, of the same stretch of the run."""
-    places = plan.ranks * PLACES
-    load = list(
-        itertools.islice(drawn(number), (WARM + MEASURED + 1) * places + plan.ranks * WAITING)
-    )
+    places = ranks * PLACES
+    load = list(itertools.islice(drawn(number), (WARM + MEASURED + 1) * places + ranks * WAITING))
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.csv"
         write_trace(load, trace)
         config = SimulationConfig(
-            cluster=ClusterConfig(plan.ranks, PLACES),
+            cluster=ClusterConfig(ranks, PLACES),
             clock="barrier",
             dispatch="pool",
             step_time={"name": "bfio"},
             trace={"path": str(trace), "requests": len(load)},
-            arrivals=ArrivalsConfig("revelation", target=plan.ranks * WAITING),
+            arrivals=ArrivalsConfig("revelation", target=ranks * WAITING),
             forecast={"name": "none"},
             policies=[ARMS[arm].routing],
         )
@@ -283,7 +285,7 @@ def simulated(plan: Plan, number: int, arm: str) -> Mapping[str, float]:
         )
     seconds, steps = last.seconds - first.seconds, last.steps - first.steps
     uneven = last.imbalance * last.steps - first.imbalance * first.steps
-    waited = STEP.per_context * uneven / plan.ranks
+    waited = STEP.per_context * uneven / ranks
     return {
         "tokens_per_s": (last.tokens - first.tokens) / seconds,
         "step_ms": 1e3 * seconds / steps,
@@ -296,7 +298,7 @@ def simulation(config: SimulationConfig) -> RunResult:
     return run(found.setup, found.policy, 0, planner=found.planner)
 
 
-def report(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[str]:
+def report(found: Arms) -> list[str]:
     rows = [
         [arm, f"{len(runs)}", *relative_cells(found, arm, BASE, FIGURES)]
         for arm, runs in found.items()
@@ -305,7 +307,7 @@ def report(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[str]:
     return markdown_table(["arm", "rounds", *FIGURES], rows)
 
 
-def figures_of(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, float]:
+def figures_of(found: Arms) -> dict[str, float]:
     figures: dict[str, float] = {}
     for arm, runs in found.items():
         if not runs:
@@ -317,8 +319,7 @@ def figures_of(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[s
             estimate = change(runs, found[BASE], "tokens_per_s")
             figures[f"tokens_gain_{arm}"] = estimate.mean
             figures[f"tokens_gain_{arm}_half_interval"] = estimate.half
-    every = [one["excess"] for runs in found.values() for one in runs.values() if "excess" in one]
-    return figures | {"excess_step_time": float(np.mean(every))} if every else figures
+    return figures | excess_of(found)
 
 
 if __name__ == "__main__":

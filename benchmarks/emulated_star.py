@@ -18,21 +18,30 @@ kept in the folder, and not run again while its settings stay the same.
 import asyncio
 import tempfile
 import time
-import zlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.emulated_fleet import emulated
 from benchmarks.emulator_check import write_trace
-from benchmarks.support.deployments import patient, proxy, until_idle
-from benchmarks.support.emulated_runs import EXACT, PATIENCE, RECORDED, kept_rounds, run_missing
-from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
-from rescheduler.demo.demo_load import metric_total, preemptions
+from benchmarks.support.deployments import proxy, until_idle
+from benchmarks.support.experiment import (
+    EXACT,
+    PATIENCE,
+    RECORDED,
+    Arms,
+    Experiment,
+    Run,
+    emulated_replicas,
+    excess_of,
+    moved,
+    of_results,
+    step_logs,
+)
+from benchmarks.support.report import mean_of
+from rescheduler.demo.demo_load import preemptions
 from rescheduler.demo.scripted_load import (
     EmulatedRequest,
     answer_figures,
@@ -47,9 +56,8 @@ from rescheduler.emulation.emulate_options import (
     StepSeconds,
     read_machine,
 )
-from rescheduler.engines.deployment import Deployment, EngineOptions
+from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.emulated_deployment import model_to_load
-from rescheduler.engines.launch_local import local_deployment
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,
@@ -77,7 +85,6 @@ EVERY = 20 // SCALE
 LAW = AnswerLengths(median=2_400 / SCALE, sigma=1.4, longest=32_768 // SCALE)
 """What forecasters know of the lengths: the log-normal law with the moments of their logarithm."""
 TTFT_S, TPOT_S = 1.0, 0.025
-SCRATCH = Path("runs/emulated_star")
 STAR = {"name": "star", "interval_seconds": 0.1}
 UNAWARE = STAR | {"prediction": False}
 FIGURES = ("variance", "tpot_p99", "goodput", "preemptions", "moves")
@@ -105,14 +112,19 @@ SIMULATED: dict[str, str | dict[str, Any]] = {
 """Planners that need no forecast: what differs is the simulator's idea of vLLM and of a move."""
 
 
-class Plan(NamedTuple):
-    """What is the same for all runs."""
+class EmulatedStar(Experiment):
+    """STAR's three decode instances, and one that prefills."""
 
-    out: Path
-    seconds: float
+    name = "emulated_star"
+    arms = ARMS
+    base = "none"
+    figures = FIGURES
 
-    def deployment(self, exact: bool) -> Deployment:
-        emulate = EmulateOptions(
+    def engines_of(self, arm: str) -> bool:
+        return ARMS[arm].exact
+
+    def emulate(self, exact: bool) -> EmulateOptions:
+        return EmulateOptions(
             step_time=STEP,
             kv_tokens=KV_TOKENS,
             max_num_batched_tokens=MACHINE.max_num_batched_tokens,
@@ -120,57 +132,81 @@ class Plan(NamedTuple):
             lengths=LAW,
             forecast=EXACT if exact else RECORDED,
             prompt_forecast=EXACT if exact else RECORDED,
-            logs=str((SCRATCH / "steps").absolute()),
+            logs=str((self.scratch / "steps").absolute()),
         )
-        engine = EngineOptions(
-            max_num_seqs=SLOTS,
-            block_size=BLOCK,
-            max_model_len=8_320,
-            emulate=emulate,
-            arguments=["--no-enable-log-requests", "--disable-uvicorn-access-log"],
-        )
-        return patient(local_deployment("smollm2", engine, decode=DECODE, prefill=1))
 
-    def cells(self, number: int, arm: str) -> Cells:
-        emulate = self.deployment(ARMS[arm].exact).engine.emulate
-        assert emulate is not None
-        settings = {
-            "emulate": emulated(emulate),
+    def deployment(self, key: bool) -> Deployment:
+        return emulated_replicas(self.emulate(key), DECODE, SLOTS, prefill=1, max_model_len=8_320)
+
+    def settings(self, run: Run | None) -> dict[str, Any]:
+        assert run is not None, "the rate is the paper's"
+        arm = ARMS[run.arm]
+        return {
+            "emulate": of_results(self.emulate(arm.exact), "barrier"),
             "decode": DECODE,
-            "migration": ARMS[arm].migration,
+            "migration": arm.migration,
             "rate": RATE,
-            "seconds": self.seconds,
+            "seconds": self.options.seconds,
         }
-        return Cells(self.out / f"round-{number}", settings)
+
+    def folder(self, run: Run) -> Path:
+        out: Path = self.options.out
+        return out / f"round-{run.round}"
+
+    async def serve(self, deployment: Deployment, run: Run, salt: int) -> dict[str, float]:
+        migration, seconds = ARMS[run.arm].migration, self.options.seconds
+        serving = replace(deployment, routing={"name": "jsq_load"}, migration=migration)
+        load = drawn(run.round, seconds)
+        await until_idle(deployment, PATIENCE)
+        before = await asyncio.to_thread(preemptions, deployment)
+        since = time.perf_counter()
+        url, model = serving.proxy_url, serving.served_name
+        with proxy(serving, self.scratch):
+            answers = await serve_load(url, model, load, 1.0, salt, until=seconds)
+            until = time.perf_counter()
+            preempted = await asyncio.to_thread(preemptions, deployment) - before
+            moves = await asyncio.to_thread(moved, serving)
+        await until_idle(deployment, PATIENCE)
+        ended = [one for one in answers if one.error or one.tokens]
+        figures = answer_figures(ended, 1.0, TTFT_S, TPOT_S)
+        logs = step_logs(self.scratch, deployment.decode)
+        return {
+            "variance": step_variance(logs, since, until),
+            "tpot_p99": 1e3 * figures["tpot_p99"],
+            "goodput": figures["met"] * len(ended) / seconds,
+            "preemptions": preempted,
+            "moves": moves,
+            "ended": figures["requests"],
+            "failed": figures["failed"],
+            "changed": float(changed_answers(ended, Path(model_to_load(deployment)))),
+            "excess": step_sums(logs, since).excess,
+        }
+
+    def results(self, load: float, arms: Sequence[str]) -> Arms:
+        """Return the valid results, and what the simulator says of the same requests."""
+        found = super().results(load, arms)
+        seconds = self.options.seconds
+        simulations = {
+            f"{arm}, simulated": {number: simulated(number, seconds, arm) for number in found[arm]}
+            for arm in SIMULATED
+            if arm in found
+        }
+        return {**found, **simulations}
+
+    def tables(self, found: Mapping[float, Arms]) -> list[str]:
+        return ["\n".join(report(runs)) for runs in found.values()]
+
+    def summary(self, found: Mapping[float, Arms]) -> dict[str, float]:
+        (runs,) = found.values()
+        return figures_of(runs)
 
 
 def main() -> None:
-    parser = arguments("STAR's own setting on emulated engines")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:4])
-    parser.add_argument("--report", action="store_true", help="run nothing, show what there is")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/emulated_star"))
-    options = parser.parse_args()
-    plan = Plan(options.out, SECONDS)
-    if options.quick:
-        options.rounds, options.arms = 1, ["none", "star_unaware"]
-        plan = Plan(Path("runs/emulated_star_quick"), 30.0)
-    for folder in (plan.out, SCRATCH):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not options.report:
-        with resumable():
-            serve = partial(served, plan)
-            exact = {name: ARMS[name].exact for name in options.arms}
-            run_missing(plan, options.rounds, exact, serve, SCRATCH / "logs")
-    found = kept_rounds(plan, options.rounds, options.arms)
-    simulations = {
-        f"{arm}, simulated": {number: simulated(plan, number, arm) for number in found[arm]}
-        for arm in SIMULATED
-        if arm in found
-    }
-    table = "\n".join(report(found | simulations))
-    print(table)
-    write_report("emulated_star", figures_of(found | simulations), options.json, tables=[table])
+    parser = EmulatedStar.parser("STAR's own setting on emulated engines", rounds=3)
+    parser.set_defaults(arms=list(ARMS)[:4], seconds=SECONDS)
+    star = EmulatedStar(parser.parse_args())
+    star.capacity = RATE
+    star.main({"arms": ["none", "star_unaware"], "seconds": 30.0})
 
 
 def drawn(number: int, seconds: float) -> list[EmulatedRequest]:
@@ -182,39 +218,6 @@ def drawn(number: int, seconds: float) -> list[EmulatedRequest]:
     rows = zip(prompt.tolist(), np.maximum(2, output).tolist(), arrives.tolist(), strict=True)
     load = [EmulatedRequest(number * 1_000_000 + i, *row) for i, row in enumerate(rows)]
     return [one for one in load if one.arrives < seconds]
-
-
-async def served(
-    plan: Plan, deployment: Deployment, number: int, name: str, attempt: int
-) -> Mapping[str, float]:
-    serving = replace(deployment, routing={"name": "jsq_load"}, migration=ARMS[name].migration)
-    load = drawn(number, plan.seconds)
-    await until_idle(deployment, PATIENCE)
-    before = await asyncio.to_thread(preemptions, deployment)
-    since = time.perf_counter()
-    salt = zlib.crc32(f"{number} {name} {attempt}".encode())
-    url, model = serving.proxy_url, serving.served_name
-    with proxy(serving, SCRATCH):
-        answers = await serve_load(url, model, load, 1.0, salt, until=plan.seconds)
-        until = time.perf_counter()
-        preempted = await asyncio.to_thread(preemptions, deployment) - before
-        counter = "headway_proxy_migrations_total"
-        moves = await asyncio.to_thread(metric_total, f"{url}/metrics", counter, outcome="moved")
-    await until_idle(deployment, PATIENCE)
-    ended = [one for one in answers if one.error or one.tokens]
-    figures = answer_figures(ended, 1.0, TTFT_S, TPOT_S)
-    logs = [SCRATCH / "steps" / f"{one.name}.csv" for one in deployment.decode]
-    return {
-        "variance": step_variance(logs, since, until),
-        "tpot_p99": 1e3 * figures["tpot_p99"],
-        "goodput": figures["met"] * len(ended) / plan.seconds,
-        "preemptions": preempted,
-        "moves": moves,
-        "ended": figures["requests"],
-        "failed": figures["failed"],
-        "changed": float(changed_answers(ended, Path(model_to_load(deployment)))),
-        "excess": step_sums(logs, since).excess,
-    }
 
 
 def step_variance(logs: Sequence[Path], since: float, until: float) -> float:
@@ -230,9 +233,9 @@ def step_variance(logs: Sequence[Path], since: float, until: float) -> float:
     return 1e6 * float(np.var(times, axis=0).mean())
 
 
-def simulated(plan: Plan, number: int, arm: str) -> Mapping[str, float]:
+def simulated(number: int, seconds: float, arm: str) -> Mapping[str, float]:
     """Return what the simulator says of a round's requests."""
-    load = drawn(number, plan.seconds)
+    load = drawn(number, seconds)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.csv"
         write_trace(load, trace)
@@ -257,7 +260,7 @@ def simulated(plan: Plan, number: int, arm: str) -> Mapping[str, float]:
             forecast={"name": "none"},
             policies="jsq_load",
             migration=MigrationConfig(EVERY, [SIMULATED[arm]]),
-            max_seconds=plan.seconds,
+            max_seconds=seconds,
         )
         (found,) = create_candidates(run_setup(config)).values()
         result = run(found.setup, found.policy, 0, planner=found.planner)
@@ -271,7 +274,7 @@ def simulated(plan: Plan, number: int, arm: str) -> Mapping[str, float]:
     }
 
 
-def report(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[str]:
+def report(found: Arms) -> list[str]:
     rows = []
     for arm, runs in found.items():
         if not runs:
@@ -287,7 +290,7 @@ def report(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[str]:
     return markdown_table(["arm", "rounds", *heads, "paper"], rows)
 
 
-def figures_of(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, float]:
+def figures_of(found: Arms) -> dict[str, float]:
     figures: dict[str, float] = {}
     for arm, runs in found.items():
         if not runs:
@@ -297,8 +300,7 @@ def figures_of(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[s
             estimate = mean_of({number: one[name] for number, one in runs.items()})
             figures[f"{name}_{label}"] = estimate.mean
             figures[f"{name}_{label}_half_interval"] = estimate.half
-    every = [one["excess"] for runs in found.values() for one in runs.values() if "excess" in one]
-    return figures | {"excess_step_time": float(np.mean(every))} if every else figures
+    return figures | excess_of(found)
 
 
 if __name__ == "__main__":

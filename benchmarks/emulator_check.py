@@ -22,6 +22,7 @@ import csv
 import json
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,21 +34,16 @@ from rich.progress import track
 
 from benchmarks.emulated_fleet import (
     ARMS,
-    BLOCK,
     KV_TOKENS,
     LAW,
     PROFILE,
     PROMPTS,
     REPLICAS,
-    SCRATCH,
-    Plan,
-    Run,
-    fleet,
-    run_one,
+    SLOTS,
+    EmulatedFleet,
 )
-from benchmarks.support.deployments import engines
 from benchmarks.support.emulated_load import drawn_load
-from benchmarks.support.emulated_runs import MOST_EXCESS, valid
+from benchmarks.support.experiment import MOST_EXCESS, Run
 from benchmarks.support.report import arguments, resumable, write_report
 from rescheduler.demo.scripted_load import TPOT_S, TTFT_S, EmulatedRequest
 from rescheduler.emulation.emulate_options import read_machine
@@ -64,7 +60,7 @@ from rescheduler.simulator.results.report import markdown_table
 from rescheduler.simulator.simulation import run, run_setup
 
 COMPARED = ("latency", "ttft", "tpot", "goodput", "preemptions")
-SLOTS = 128
+BLOCK = 32
 LOADS = (1.05, 0.9, 1.3)
 POLICIES = ("jsq_load", "vllm", "max_capacity", "reserve")
 FLEET = Path("benchmarks/results/emulated_fleet")
@@ -85,9 +81,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail where over 10%% differ")
     options = parser.parse_args()
     if not options.report:
-        SCRATCH.mkdir(parents=True, exist_ok=True)
+        fleet = fleet_of(options.requests, options.out)
+        fleet.scratch.mkdir(parents=True, exist_ok=True)
         with resumable():
-            run_missing(Plan(options.out, options.requests, DILATION, CAPACITY))
+            fleet.run_missing(POLICIES, rounds=1)
     found = emulated_runs((FLEET, options.out))
     if FITTED not in found:
         sys.exit(f"{options.out}: no runs of {FITTED[1]} at {FITTED[0]}%: leave --report out")
@@ -157,16 +154,12 @@ def fitted_dispatch(runs: Sequence[dict[str, Any]]) -> float:
     return round((low + high) / 2, 4)
 
 
-def run_missing(plan: Plan) -> None:
-    """Run what the folder does not have with these settings; each result is kept at once."""
-    runs = [Run(load, 0, arm) for load in LOADS for arm in POLICIES]
-    if all(valid(plan.cells(run), run.arm) is not None for run in runs):
-        return
-    deployment = fleet(plan, exact=False)
-    with engines(deployment, SCRATCH / "logs"):
-        for run in runs:
-            if valid(plan.cells(run), run.arm) is None:
-                run_one(plan, deployment, run)
+def fleet_of(requests: int, out: Path) -> EmulatedFleet:
+    """Return the fleet that serves so many requests a run."""
+    options = Namespace(requests=requests, out=out, loads=LOADS, rounds=1, dilation=DILATION)
+    fleet = EmulatedFleet(options)
+    fleet.capacity = CAPACITY
+    return fleet
 
 
 def emulated_runs(folders: Sequence[Path]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -181,7 +174,7 @@ def emulated_runs(folders: Sequence[Path]) -> dict[tuple[str, str], list[dict[st
             continue
         kept = json.loads(file.read_text())
         load, number = file.parent.parent.name, int(file.parent.name.removeprefix("round-"))
-        asked = Plan(file.parent, kept["settings"]["requests"], DILATION, CAPACITY)
+        asked = fleet_of(kept["settings"]["requests"], file.parent)
         settings = asked.settings(Run(float(load) / 100, number, file.stem))
         settings["rate"] = kept["settings"]["rate"]  # of the capacity that was measured then
         same = json.loads(json.dumps(settings)) == kept["settings"]

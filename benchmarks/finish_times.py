@@ -26,6 +26,7 @@ import asyncio
 import random
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
@@ -37,6 +38,7 @@ from msgspec.structs import replace
 from benchmarks import emulated_fleet, live_order
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
 from benchmarks.support.emulated_load import drawn_load, steady_rate
+from benchmarks.support.experiment import step_logs
 from benchmarks.support.finishing_load import Asked, serve_asking
 from benchmarks.support.live_runs import round_load
 from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
@@ -145,8 +147,7 @@ class Bench:
                 outcomes, _ = self._serve(deployment, run.routing, load, level)
                 figures = summary(outcomes[len(outcomes) // LEARNS_FROM :])
                 if self.fleet == "emulated":
-                    steps = emulated_fleet.SCRATCH / "steps"
-                    logs = [steps / f"{one.name}.csv" for one in deployment.instances]
+                    logs = step_logs(SCRATCH, deployment.instances)
                     figures["excess_step_time"] = step_sums(logs, since).excess
                 self.cells(run).write(run.promises, _known(figures))
                 seconds = time.monotonic() - began
@@ -212,7 +213,9 @@ class Bench:
 def deployment_of(fleet: str) -> Deployment:
     """Return the engines of a fleet."""
     if fleet == "emulated":
-        return emulated_fleet.fleet(emulated_fleet.Plan(SCRATCH, 0, DILATION), exact=False)
+        emulated = emulated_fleet.EmulatedFleet(Namespace(dilation=DILATION))
+        emulated.scratch = SCRATCH
+        return emulated.deployment((False, 0.0))
     return patient(local_deployment("smollm2", live_order.ENGINE, decode=1, prefill=0))
 
 

@@ -1,0 +1,311 @@
+"""Arms compared in rotated rounds on emulated engines: run where missing, kept, and reported."""
+
+import argparse
+import asyncio
+import sys
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from msgspec import to_builtins
+
+from benchmarks.support.deployments import engines, patient, proxy, until_idle
+from benchmarks.support.emulated_load import PromptLengths, drawn_load, steady_rate
+from benchmarks.support.report import (
+    Cells,
+    Rounds,
+    arguments,
+    change,
+    relative_cells,
+    resumable,
+    rotated,
+    write_report,
+)
+from rescheduler.demo.demo_load import metric_total, preemptions
+from rescheduler.demo.scripted_load import (
+    EmulatedRequest,
+    answer_figures,
+    changed_answers,
+    serve_load,
+    step_sums,
+)
+from rescheduler.emulation.emulate_options import EmulateOptions, ForecastQuality
+from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
+from rescheduler.engines.emulated_deployment import model_to_load
+from rescheduler.engines.launch_local import local_deployment
+from rescheduler.simulator.results.report import markdown_table
+
+RECORDED = ForecastQuality(sigma=1.9, correlation=0.5)
+"""As good as those recorded of SmolLM2."""
+EXACT = ForecastQuality(sigma=0.0)
+MOST_EXCESS = 0.0001
+"""Of a run's steps; 0.000001 on quiet cores. With 0.0003, while tests ran beside it, a run's P99 of
+pauses was four times what it was alone."""
+PATIENCE = 600.0
+QUIET = ("--no-enable-log-requests", "--disable-uvicorn-access-log")
+_TRIES = 3
+_MEASURED_ROUND = 1_000_003
+"""Whose requests no round has."""
+
+Arms = Mapping[str, Rounds]
+"""Figures of each arm, by round."""
+
+
+class Run(NamedTuple):
+    load: float
+    round: int
+    arm: str
+
+
+class Experiment(ABC):
+    """A comparison of arms that get the same requests at the same times in every round.
+
+    Attributes:
+        options: of the command line: rounds, loads, arms, out, and those of its own.
+        scratch: folder of logs, and of what the engines' steps were.
+        capacity: what a load is a share of; measured before the first run, unless it was kept.
+    """
+
+    name: ClassVar[str]
+    arms: ClassVar[Mapping[str, Any]]
+    base: ClassVar[str]
+    """The arm that others are compared with, and that is always run."""
+    figures: ClassVar[Sequence[str]]
+    counts: ClassVar[Sequence[str]] = ()
+    more_is_better: ClassVar[frozenset[str]] = frozenset({"goodput"})
+    most_excess: ClassVar[float] = MOST_EXCESS
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.scratch = Path("runs") / self.name
+        self.capacity: Any = None
+
+    @abstractmethod
+    def engines_of(self, arm: str) -> Hashable:
+        """Return what engines are started for; arms alike in it share them."""
+
+    @abstractmethod
+    def deployment(self, key: Any) -> Deployment:
+        """Return the engines that serve all arms of a key."""
+
+    @abstractmethod
+    def settings(self, run: Run | None) -> dict[str, Any]:
+        """Return what a result depends on, beside the code; None: what the capacity depends on."""
+
+    @abstractmethod
+    async def serve(self, deployment: Deployment, run: Run, salt: int) -> Mapping[str, float]:
+        """Serve one run; ``excess`` is how much longer its steps took than they should."""
+
+    async def measure(self, deployment: Deployment) -> Any:
+        """Return the capacity; of an experiment that sets none."""
+        raise NotImplementedError
+
+    def folder(self, run: Run) -> Path:
+        out: Path = self.options.out
+        return out / f"{100 * run.load:.0f}" / f"round-{run.round}"
+
+    def cells(self, run: Run) -> Cells:
+        return Cells(self.folder(run), self.settings(run))
+
+    def valid(self, run: Run) -> Any:
+        """Return a kept run's figures; None if it was not run, or its steps took too long."""
+        found = self.cells(run).read(run.arm)
+        return found if found is not None and found["excess"] <= self.most_excess else None
+
+    def run_missing(self, arms: Sequence[str], rounds: int) -> None:
+        """Run what the folder does not have with these settings; each result is kept at once."""
+        if self.capacity is None:
+            self.capacity = Cells(self.options.out, self.settings(None)).read("capacity")
+        keys = dict.fromkeys(self.engines_of(arm) for arm in arms)
+        for number in range(rounds):
+            for key in keys:
+                alike = [arm for arm in arms if self.engines_of(arm) == key]
+                runs = [
+                    Run(load, number, arm)
+                    for load in self.options.loads
+                    for arm in rotated(alike, number)
+                ]
+                if self.capacity is None or any(self.valid(run) is None for run in runs):
+                    self._run(self.deployment(key), runs)
+
+    def _run(self, deployment: Deployment, runs: Sequence[Run]) -> None:
+        with engines(deployment, self.scratch / "logs"):
+            if self.capacity is None:
+                self.capacity = asyncio.run(self.measure(deployment))
+                Cells(self.options.out, self.settings(None)).write("capacity", self.capacity)
+                print(f"capacity: {self.capacity}", file=sys.stderr, flush=True)
+            for run in runs:
+                if self.valid(run) is None:
+                    self._keep_valid(deployment, run)
+
+    def _keep_valid(self, deployment: Deployment, run: Run) -> None:
+        """Run until the steps took as long as they should, at most three times; keep the last."""
+        for attempt in range(_TRIES):
+            salt = zlib.crc32(f"{run} {attempt}".encode())
+            result = asyncio.run(self.serve(deployment, run, salt))
+            shown = ", ".join(f"{key} {value:.3g}" for key, value in result.items())
+            print(f"{time.strftime('%H:%M')} {run}: {shown}", file=sys.stderr, flush=True)
+            if result["excess"] <= self.most_excess:
+                break
+        else:
+            print(f"{run}: not valid, its steps took too long", file=sys.stderr, flush=True)
+        self.cells(run).write(run.arm, result)
+
+    def results(self, load: float, arms: Sequence[str]) -> Arms:
+        """Return the valid results."""
+        found: dict[str, dict[int, Mapping[str, float]]] = {arm: {} for arm in arms}
+        for arm in arms:
+            for number in range(self.options.rounds):
+                result = self.valid(Run(load, number, arm))
+                if result is not None:
+                    found[arm][number] = result
+        return found
+
+    def tables(self, found: Mapping[float, Arms]) -> list[str]:
+        """Return a table of each load: the base's means, and changes in percent."""
+        return [self._table(load, runs) for load, runs in found.items()]
+
+    def _table(self, load: float, runs: Arms) -> str:
+        rows = []
+        for arm, rounds in runs.items():
+            if rounds:
+                cells = relative_cells(runs, arm, self.base, self.figures)
+                counts = [np.mean([one[name] for one in rounds.values()]) for name in self.counts]
+                rows.append([arm, f"{len(rounds)}", *cells, *(f"{count:.0f}" for count in counts)])
+        heads = ["arm", "rounds", *self.figures, *self.counts]
+        return "\n".join([f"### {100 * load:.0f}% of the capacity", *markdown_table(heads, rows)])
+
+    def summary(self, found: Mapping[float, Arms]) -> dict[str, float]:
+        """Return the figures that are written: gains in percent with half their intervals."""
+        figures: dict[str, float] = {"capacity": self.capacity}
+        for load, runs in found.items():
+            prefix = f"{100 * load:.0f}_"
+            for arm, rounds in runs.items():
+                figures[f"{prefix}rounds_{arm}"] = float(len(rounds))
+                for name in self.figures if arm != self.base and rounds else ():
+                    estimate = change(rounds, runs[self.base], name)
+                    sign = 1 if name in self.more_is_better else -1
+                    figures[f"{prefix}{name}_gain_{arm}"] = sign * estimate.mean
+                    figures[f"{prefix}{name}_gain_{arm}_half_interval"] = estimate.half
+            checks, every = excess_of(runs), [one for by in runs.values() for one in by.values()]
+            if every:
+                checks["answers_changed"] = float(sum(one["changed"] for one in every))
+                checks["requests_failed"] = float(sum(one["failed"] for one in every))
+            figures |= {prefix + name: value for name, value in checks.items()}
+        return figures
+
+    @classmethod
+    def parser(cls, description: str, rounds: int) -> argparse.ArgumentParser:
+        """Return the options that all experiments share."""
+        parser = arguments(description)
+        parser.add_argument("--rounds", type=int, default=rounds)
+        parser.add_argument("--arms", nargs="+", choices=list(cls.arms), default=list(cls.arms))
+        parser.add_argument("--report", action="store_true", help="run nothing, show what there is")
+        parser.add_argument("--out", type=Path, default=Path("benchmarks/results") / cls.name)
+        parser.set_defaults(loads=[1.0])
+        return parser
+
+    def main(self, quick: dict[str, Any]) -> Mapping[float, Arms]:
+        """Run what is missing, print the tables, write the figures; return the results."""
+        options = self.options
+        if options.quick:
+            vars(options).update({"rounds": 1, "out": Path(f"runs/{self.name}_quick")} | quick)
+        for folder in (options.out, self.scratch):
+            folder.mkdir(parents=True, exist_ok=True)
+        arms = [arm for arm in self.arms if arm in {*options.arms, self.base}]
+        with resumable():
+            self.run_missing(arms, 0 if options.report else options.rounds)
+        found = {load: self.results(load, arms) for load in options.loads}
+        tables = self.tables(found)
+        print("\n\n".join(tables))
+        write_report(self.name, self.summary(found), options.json, tables=tables)
+        return found
+
+
+def excess_of(runs: Arms) -> dict[str, float]:
+    """Return by how much the steps of all runs were longer than they should be."""
+    every = [
+        one["excess"] for rounds in runs.values() for one in rounds.values() if "excess" in one
+    ]
+    return {"excess_step_time": float(np.mean(every))} if every else {}
+
+
+def emulated_replicas(
+    emulate: EmulateOptions,
+    replicas: int,
+    slots: int,
+    *arguments: str,
+    prefill: int = 0,
+    max_model_len: int = 16_384,
+) -> Deployment:
+    """Return so many emulated engines that decode, and some that only prefill."""
+    engine = EngineOptions(
+        max_num_seqs=slots,
+        block_size=32,
+        max_model_len=max_model_len,
+        emulate=emulate,
+        arguments=[*QUIET, *arguments],
+    )
+    return patient(local_deployment("smollm2", engine, decode=replicas, prefill=prefill))
+
+
+def of_results(options: EmulateOptions, *others: str) -> dict[str, Any]:
+    """Return what of the options changes results: not logs, nor the others that are named."""
+    return {k: v for k, v in to_builtins(options).items() if k not in ("logs", *others)}
+
+
+async def steady_capacity(
+    serving: Deployment, requests: int, prompts: PromptLengths, scratch: Path
+) -> tuple[float, float]:
+    """Return the requests a second of a load at once, in its steady part, and tokens of each."""
+    emulate = serving.engine.emulate
+    assert emulate is not None
+    most = max(200, requests // 2)
+    load = drawn_load(_MEASURED_ROUND, most, inf, prompts, emulate.lengths)
+    with proxy(serving, scratch):
+        url, model = serving.proxy_url, serving.served_name
+        answers = await serve_load(url, model, load, emulate.dilation, _MEASURED_ROUND)
+    rate = steady_rate(one.last / emulate.dilation for one in answers)
+    return rate, float(np.mean([one.tokens for one in answers]))
+
+
+async def served(
+    serving: Deployment, load: Sequence[EmulatedRequest], salt: int, scratch: Path
+) -> dict[str, float]:
+    """Serve a load, and return what its clients saw and what the engines' steps were."""
+    emulate = serving.engine.emulate
+    assert emulate is not None
+    await until_idle(serving, PATIENCE)
+    before = await asyncio.to_thread(preemptions, serving)
+    began, since = time.monotonic(), time.perf_counter()
+    with proxy(serving, scratch):
+        url, model = serving.proxy_url, serving.served_name
+        answers = await serve_load(url, model, load, emulate.dilation, salt)
+        moves = await asyncio.to_thread(moved, serving)
+    await until_idle(serving, PATIENCE)
+    sums = step_sums(step_logs(scratch, serving.instances), since)
+    return answer_figures(answers, emulate.dilation) | {
+        "preemptions": await asyncio.to_thread(preemptions, serving) - before,
+        "moves": moves,
+        "changed": float(changed_answers(answers, Path(model_to_load(serving)))),
+        "excess": sums.excess,
+        "jitter": sums.jitter,
+        "steps": float(sums.steps),
+        "wall": time.monotonic() - began,
+    }
+
+
+def moved(serving: Deployment) -> float:
+    """Return how many requests the proxy has moved."""
+    metrics = f"{serving.proxy_url}/metrics"
+    return metric_total(metrics, "headway_proxy_migrations_total", outcome="moved")
+
+
+def step_logs(scratch: Path, instances: Sequence[Instance]) -> list[Path]:
+    """Return the files in which engines log their steps."""
+    return [scratch / "steps" / f"{one.name}.csv" for one in instances]
