@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from math import ceil
 from typing import Any
 
-from rescheduler.batching.batch_formation import TPOT_KEY, TTFT_KEY, Objectives, read_objectives
+from rescheduler.batching.objectives import TPOT_KEY, TTFT_KEY, Objectives, read_objectives
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, error_body
 
 REASON = "headway: prefill budget"

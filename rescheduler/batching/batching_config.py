@@ -6,13 +6,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from data_collection.capture.capture_config import SECTION
-from rescheduler.batching.batch_formation import (
-    FORMATIONS,
-    TPOT_KEY,
-    TTFT_KEY,
-    Objectives,
-    read_objectives,
-)
+from rescheduler.batching.batch_formation import FORMATIONS
+from rescheduler.batching.objectives import TPOT_KEY, TTFT_KEY, Objectives, read_objectives
 
 VLLM_ORDER = "vllm"
 """Formation that leaves vLLM's own order alone."""

@@ -25,14 +25,13 @@ from rescheduler.batching.batch_formation import (
     FORMATIONS,
     BatchPlan,
     BatchRules,
-    Objectives,
     RequestRow,
     RequestTable,
     plan_batch,
-    read_objectives,
     table_prefill_budget,
 )
 from rescheduler.batching.batching_config import VLLM_ORDER, BatchingConfig, read_batching_config
+from rescheduler.batching.objectives import Objectives, read_objectives
 from rescheduler.step_time.profile import (
     BatchTime,
     Recalibration,

@@ -6,8 +6,8 @@ import pytest
 
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from predictor.live.engine_forecasts import LiveConfig
-from rescheduler.batching.batch_formation import Objectives, read_objectives
 from rescheduler.batching.batching_config import read_batching_config
+from rescheduler.batching.objectives import Objectives, read_objectives
 
 
 def section(**batching: Any) -> dict[str, Any]:

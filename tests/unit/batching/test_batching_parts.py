@@ -11,7 +11,6 @@ from rescheduler.batching.admission import retry_seconds
 from rescheduler.batching.batch_formation import (
     FAIR,
     BatchRules,
-    Objectives,
     RequestRow,
     RequestTable,
     plan_batch,
@@ -24,6 +23,7 @@ from rescheduler.batching.fair_batching import (
     MeasuredStep,
     StepClock,
 )
+from rescheduler.batching.objectives import Objectives
 from rescheduler.step_time.profile import BatchTime
 
 RULES = BatchRules(FAIR, 1 / 16, 1 / 1024, 0.0, 1000, 1000)
