@@ -174,5 +174,11 @@ def export_transcripts(dataset: Path, out: Path) -> None:
 
 
 def _token_ids(column: pa.ChunkedArray) -> list[npt.NDArray[np.int32] | None]:
-    """Return each request's token ids, in a tenth of the memory that Python's numbers take."""
+    """Return each request's token ids, in a tenth of the memory that Python's numbers take.
+
+    Raises:
+        DatasetError: one of them is null.
+    """
+    if any(one.is_valid and one.values.null_count for one in column):
+        raise DatasetError("token ids of a request contain a null; was the file changed?")
     return [one.values.to_numpy() if one.is_valid else None for one in column]

@@ -93,6 +93,7 @@ _KINDS = {
 
 
 MOST_TOKENS = 1 << 24
+MOST_ANSWERS = 1 << 14
 """Of a prompt, or of an answer: no model's context holds as many."""
 
 UNREADABLE = "Bad Request"
@@ -128,6 +129,7 @@ class ClientRequest:
             many as the model's context holds.
         min_tokens: fewest tokens, likewise bounded.
         fewest_tokens: likewise, where nothing but ``max_tokens`` can end it.
+        answers: that it asks for, at most `MOST_ANSWERS`.
         stop: strings that end it.
         include_stop: whether such a string is shown.
         skip_special_tokens: whether special tokens are left out of the text.
@@ -156,6 +158,7 @@ class ClientRequest:
     keeps_token_ids: bool = False
     min_tokens: int = 0
     fewest_tokens: int = 0
+    answers: int = 1
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True

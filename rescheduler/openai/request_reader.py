@@ -16,6 +16,7 @@ from msgspec import Raw
 from rescheduler.openai.openai_request import (
     CHAT,
     LONGEST_MODEL,
+    MOST_ANSWERS,
     MOST_TOKENS,
     UNREADABLE,
     ClientRequest,
@@ -141,7 +142,7 @@ _large = msgspec.json.Decoder(
 )
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _messages = msgspec.json.Decoder(list[_Message])
-_lone = msgspec.json.Decoder(tuple[Raw])
+_prompts = msgspec.json.Decoder(list[Raw])
 _NOTHING = (b"null", b"[]", b'""')
 _TRUE = (b"1.0", b"on", b"t", b"y", b"yes")  # further words of pydantic's for it
 _DIGITS = tuple(b"%d" % digit for digit in range(10))
@@ -204,6 +205,7 @@ def read_request(
         progress=progress,
         direct=direct,
         pinned=pinned,
+        answers=_number_of_answers(read, body, chat),
         stream_interval=max(1, interval),
         tools=chat and _is_given(body.get("tools")),
     )
@@ -474,7 +476,7 @@ def _direct(read: _Read, unread: list[str], body: dict[str, Raw], chat: bool) ->
         "prompt_logprobs": read.prompt_logprobs is not None,
         "prompt_embeds": _is_given(body.get("prompt_embeds")),
         "suffix": _is_given(body.get("suffix")),
-        "prompt": not chat and _several_prompts(body.get("prompt")),
+        "prompt": not chat and _number_of_prompts(body.get("prompt")) != 1,
     }
     return next((field for field, given in reasons.items() if given), "")
 
@@ -507,14 +509,20 @@ def _prompt_ids(prompt: Raw | None) -> int | None:
     return bytes(prompt).count(b",") + 1
 
 
-def _several_prompts(prompt: Raw | None) -> bool:
+def _number_of_prompts(prompt: Raw | None) -> int:
+    """Return how many prompts there are; 0 of what is no list that can be read."""
     if prompt is None or _first_of_list(prompt) in (b"", b"]", *_DIGITS):
-        return False
+        return 1
     try:
-        _lone.decode(prompt)
+        return len(_prompts.decode(prompt))
     except msgspec.DecodeError:
-        return True
-    return False
+        return 0
+
+
+def _number_of_answers(read: _Read, body: dict[str, Raw], chat: bool) -> int:
+    prompts = 1 if chat else _number_of_prompts(body.get("prompt"))
+    asked = max(read.n or 1, read.best_of or 1, 1) * max(prompts, 1)
+    return min(asked, MOST_ANSWERS)
 
 
 def _first_of_list(value: Raw) -> bytes:

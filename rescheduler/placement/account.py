@@ -25,6 +25,7 @@ class Account:
         strictness: of its promises, by their level.
         settled: virtual service of the requests that have ended.
         charges: what each request that has a place is expected to take, not over the weight.
+        mean_service: of its requests that have ended; None before any has.
     """
 
     __slots__ = (
@@ -32,6 +33,7 @@ class Account:
         "_error",
         "_errors",
         "charges",
+        "mean_service",
         "name",
         "settled",
         "strictness",
@@ -46,6 +48,7 @@ class Account:
         self.strictness: dict[float, float] = {}
         self.settled = 0.0
         self.charges: dict[Any, float] = {}
+        self.mean_service: float | None = None
         self._error = self._errors = 0.0
 
     @property

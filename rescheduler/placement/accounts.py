@@ -48,7 +48,8 @@ class Accounts:
     Attributes:
         keys: that engines have accepted.
         virtual_time: service that the account has had which is served now.
-        mean_service: of requests that have ended, in prompt tokens.
+        mean_service: of a request that has ended, in prompt tokens: the median of the accounts'
+            means, which no single one of them sets.
     """
 
     def __init__(
@@ -117,15 +118,19 @@ class Accounts:
         """Charge a request that gets a place, with what it is expected to take."""
         charges = request.account.charges
         if request not in charges and self._waiting:
-            least = min(account.settled for account in self._waiting)
-            self.virtual_time = max(self.virtual_time, least)
+            # One that is ahead for what it runs is not served now, however little has ended of it.
+            served = request.account.served
+            behind = [one.settled for one in self._waiting if one.served <= served]
+            self.virtual_time = max(self.virtual_time, min(behind, default=0.0))
         left = max(corrected(request, request.foreseen_tokens) - request.generated_tokens, 0.0)
-        charges[request] = self.service(request, left)
+        charges[request] = self.service(request, left * request.answers)
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
-        """Charge a request that has ended with what it took: nothing, if an engine refused it.
+        """Charge a request that has ended with what it took.
 
-        Of an answer that was not read token by token that is at least what was expected.
+        Of an answer that was not read token by token that is at least what was expected. One that
+        an engine refused has had a place as any other: otherwise whoever is refused would always be
+        the one that has had least.
         """
         account, charged = request.account, request.account.charges.get(request)
         account.unfinished -= 1
@@ -138,10 +143,13 @@ class Accounts:
         if request.several or not generated:
             service = max(service, charged)
         if request.refused:
-            service = self.service(request) if request.prompt_is_known else 0.0
+            service = max(self.service(request), self.mean_service)
         account.settle(request, service)
-        if generated:
-            self.mean_service += _LEARNS * (service - self.mean_service)
+        if generated and not request.several:
+            mean = service if account.mean_service is None else account.mean_service
+            account.mean_service = mean + _LEARNS * (service - mean)
+            means = (one.mean_service for one in self._accounts.values())
+            self.mean_service = median([mean for mean in means if mean is not None])
 
     def charge_outgrown(self) -> None:
         """Charge, a few times a second, what has outlived its forecast with what it took so far."""
@@ -160,7 +168,7 @@ class Accounts:
         """
         prompt = float(request.prompt_tokens)
         if not request.prompt_is_known:
-            prompt = min(prompt, self.mean_service)
+            prompt = min(prompt, self.mean_service * request.answers)
         return prompt + OUTPUT_WEIGHT * (request.generated_tokens + more_tokens)
 
     def may_wait(self, account: Account, pool: int) -> bool:
@@ -189,12 +197,12 @@ class Accounts:
         least = min((one.served for one in {request.account for request in waiting}), default=0.0)
         for request in urgent:
             account = request.account
-            served = ahead.get(account, account.served)
-            if account not in strictest:
+            if account not in ahead:
+                ahead[account] = account.served
                 strictest[account] = max(account.strictness.values(), default=0.0)
-            kept = strictest[account] < _BREAKS
-            if kept and served <= least + self.mean_service / account.weight:
-                ahead[account] = served + self.mean_service / account.weight
+            kept, one_more = strictest[account] < _BREAKS, self.mean_service / account.weight
+            if kept and ahead[account] <= least + one_more:
+                ahead[account] += one_more
                 leading.append(request)
         return leading
 

@@ -158,7 +158,7 @@ class LiveForecasts:
             if len(self._ended) > _KEPT:
                 self._ended.popitem(last=False)
             self._drop(request.external_id)
-        if by_itself and request.generated_tokens:  # else it had none to generate, or none counts
+        if by_itself and request.generated_tokens and not request.several:
             more = request.generated_tokens - self._mean_length
             self._mean_length += _WEIGHT * (max(0.0, more) if request.was_cut else more)
 

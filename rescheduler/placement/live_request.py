@@ -249,7 +249,9 @@ class LiveRequest(Placeable):
             name=name,
             model=client.model,
             movable=client.movable,
-            several=client.direct in ("prompt", "n", "best_of"),
+            several=client.direct in ("prompt", "n", "best_of")
+            or (bool(client.direct) and client.stream_interval > 1),
+            answers=client.answers,
             arrived=arrived,
         )
         self.client, self.headers = client, headers

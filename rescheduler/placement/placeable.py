@@ -110,7 +110,8 @@ class Placeable(Counted):
         name: what its client calls it.
         model: that it is for; empty if no instance can be chosen by it.
         movable: whether it can ever move.
-        several: whether it has several prompts, or asks for several answers.
+        several: whether its tokens cannot be counted as they come, as of several answers.
+        answers: that it asks for, to all of its prompts.
         instance: that it is on; None while it waits for one.
         on_its_way: its decode instance has not accepted it yet.
         avoid: instances that have just failed it, or turned it away.
@@ -131,6 +132,7 @@ class Placeable(Counted):
     model: str = ""
     movable: bool = False
     several: bool = False
+    answers: int = 1
     background: bool = False
     slow_client: bool = False
     instance: InstanceState | None = None

@@ -115,12 +115,18 @@ class Upstream:
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
+        return self._connecting(keepalive_timeout=_KEPT_SECONDS)
+
+    @cached_property
+    def _anew(self) -> aiohttp.ClientSession:
+        """Connects anew for each request."""
+        return self._connecting(force_close=True)
+
+    def _connecting(self, **kept: Any) -> aiohttp.ClientSession:
         noted = aiohttp.TraceConfig()
         noted.on_connection_reuseconn.append(_note_reuse)
         return aiohttp.ClientSession(
-            connector=_Connector(
-                limit=0, keepalive_timeout=_KEPT_SECONDS, socket_factory=_probed_by_kernel
-            ),
+            connector=_Connector(limit=0, socket_factory=_probed_by_kernel, **kept),
             trace_configs=[noted],
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds),
             headers={"Accept-Encoding": "identity"},
@@ -130,6 +136,7 @@ class Upstream:
     async def close(self) -> None:
         """Close every connection."""
         await self._session.close()
+        await self._anew.close()
 
     async def open(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
@@ -174,22 +181,23 @@ class Upstream:
         """Send a request, again where the engine has closed the kept connection that it went by.
 
         An engine that was stopped for a while closes those that it kept as it goes on. A connection
-        that breaks otherwise may have been broken by the request.
+        that breaks otherwise may have been broken by the request: so the second one is a new one.
         """
         url = instance.url.rstrip("/") + path
         headers = {**headers, "Content-Type": "application/json"}
-        broken: aiohttp.ClientError | None = None
-        while True:
-            way: dict[str, bool] = {}
-            try:
-                return await self._session.post(
-                    url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=way
-                )
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if not way.get("reused"):
-                    # Where nobody listens any more, what broke first tells why.
-                    raise broken or error from None
-                broken = error
+        way: dict[str, bool] = {}
+        try:
+            return await self._session.post(
+                url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=way
+            )
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if not way.get("reused"):
+                raise
+            broken = error
+        try:
+            return await self._anew.post(url, data=body, headers=headers, allow_redirects=False)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            raise broken from None  # where nobody listens any more, what broke first tells why
 
     async def prefill(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]

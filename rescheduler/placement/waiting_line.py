@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from math import inf
 from typing import Any, Generic, TypeVar
 
@@ -219,6 +220,8 @@ class WaitingLine(Generic[R]):
 
 _APART_SECONDS, _LOOK_SECONDS = 0.02, 0.1
 """Between two looks for room at least, and after which there may be more though nothing ended."""
+_LOOKED_AT = 64
+"""Accounts whose first request is looked at in one look."""
 
 _STEPS_AHEAD = (0, *(2**i for i in range(4, 14)))
 
@@ -384,39 +387,42 @@ class Background(Generic[R]):
         self.wake(_LOOK_SECONDS)
 
     def _give_decode_places(self) -> None:
-        while not self._others_wait() and (request := self._first(self.for_decode)) is not None:
-            instance: InstanceState | None = None
-            with taken_out(request, self.for_decode):
-                instances = self._with_room(request)
-                instance = self._placed(request, instances) if instances else None
-            if request not in self.for_decode:
-                continue
-            if instance is None:
-                return
+        while not self._others_wait() and any(map(self._decode, self._firsts(self.for_decode))):
+            pass
+
+    def _decode(self, request: R) -> bool:
+        """Give a request a decode instance; return whether it waits no more."""
+        instance: InstanceState | None = None
+        with taken_out(request, self.for_decode):
+            instances = self._with_room(request)
+            instance = self._placed(request, instances) if instances else None
+        if instance is not None:
             self._latest[instance] = request, self._clock()
             self.for_decode.pop(request).set_result(instance)
+        return request not in self.for_decode
 
     def _give_prefill_places(self) -> None:
-        while not self._others_wait() and (request := self._first(self.for_prefill)) is not None:
-            available = [
-                one for one in self._prefills if one.available and one.serves(request.model)
-            ]
-            if not available:
-                self.for_prefill.pop(request).set_result(None)
-                continue
-            idle = [
-                one for one in available if not self._placements.on(one) and not self.rests(one)
-            ]
-            # What has been prefilled occupies its prefill instance until it is placed.
-            with taken_out(request, self.for_prefill):
-                if not idle or self.for_decode or not self._with_room(request):
-                    return
+        while not self._others_wait() and any(map(self._prefill, self._firsts(self.for_prefill))):
+            pass
+
+    def _prefill(self, request: R) -> bool:
+        """Give a request a prefill instance; return whether it waits no more."""
+        available = [one for one in self._prefills if one.available and one.serves(request.model)]
+        if not available:
+            self.for_prefill.pop(request).set_result(None)
+            return True
+        idle = [one for one in available if not self._placements.on(one) and not self.rests(one)]
+        # What has been prefilled occupies its prefill instance until it is placed.
+        with taken_out(request, self.for_prefill):
+            if idle and not self.for_decode and self._with_room(request):
                 self._accounts.placed(request)
                 request.begin_prefill(idle[0])
                 self._latest[idle[0]] = request, self._clock()
                 self.for_prefill.pop(request).set_result(idle[0])
+        return request not in self.for_prefill
 
-    def _first(self, pool: dict[R, asyncio.Future[P]]) -> R | None:
+    def _firsts(self, pool: dict[R, asyncio.Future[P]]) -> list[R]:
+        """Return the first request of each account: one without room holds back no other client."""
         waiting = [request for request, place in pool.items() if not place.done()]
         if self._line is not None and len(waiting) > 1:
             try:
@@ -425,4 +431,7 @@ class Background(Generic[R]):
                 if not self._unordered:
                     logger.exception("no order of background requests; as they came instead")
                 self._unordered = True
-        return waiting[0] if waiting else None
+        firsts: dict[Account, R] = {}
+        for request in waiting:
+            firsts.setdefault(request.account, request)
+        return list(islice(firsts.values(), _LOOKED_AT))

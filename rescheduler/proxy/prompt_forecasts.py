@@ -46,7 +46,7 @@ class PromptForecasts:
     A prompt in rare letters takes ten times as long as another one, and a checkpoint's own
     tokenizer may take any time. No thread can be stopped: so there is one, and while it is held up
     all others go without. Accounts take turns. The last half of what is saved up is for accounts
-    that have lately used no more than half of the time.
+    that have lately used no more than the mean.
 
     Args:
         of: returns the tokens that an answer is expected to have; None if nothing is known.
@@ -107,7 +107,8 @@ class PromptForecasts:
             name, seconds = self._done.popleft()
             self._lately[name] += seconds
             self._left -= seconds
-        most = 2 * self._lately[account] > sum(self._lately.values())
+        of_all = sum(self._lately.values())
+        most = self._lately[account] * len(self._lately) > of_all
         return self._left <= (_BURST / 2 if most else 0.0) or (
             since is not None and now - since > _PATIENCE
         )

@@ -146,10 +146,17 @@ class Proxy:
         return request
 
     async def forecast(self, request: LiveRequest) -> None:
-        """Note what a request's prompt lets expect, if anything forecasts that in time."""
+        """Note what a request's prompt lets expect, if anything forecasts that in time.
+
+        Raises:
+            RequestRefusedError: there is no room for it any more.
+        """
         if self._forecasts is not None:
             account = request.account.name
             request.expected_tokens = await self._forecasts.expected(request.client, account)
+            self.cluster.dispatcher.admit(request.account)  # others may have come meanwhile
+            if request.background:
+                self.cluster.dispatcher.admit_background(request.account)
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""

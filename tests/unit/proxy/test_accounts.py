@@ -147,24 +147,39 @@ class TestService:
         table.ended(request, by_itself=True)
         assert request.account.served == 230
 
-    def test_what_an_engine_refused_is_not_charged(
-        self, table: Accounts, tokenizer: Tokenizer
+    @pytest.mark.parametrize(("prompt", "charged"), [(30, 500), (4_000, 4_000)])
+    def test_what_an_engine_refused_has_had_a_place(
+        self, table: Accounts, tokenizer: Tokenizer, prompt: int, charged: int
     ) -> None:
+        """Otherwise who is refused would have had least, and each next place would be its own."""
         request = asked(table.named("a"), tokenizer)
-        before, request.prompt_is_known = table.mean_service, False
+        request.prompt_tokens = prompt
         begun(table, request)
         request.refused = True
         table.ended(request, by_itself=False)
-        assert request.account.served == 0.0 and table.mean_service == before
+        assert request.account.served == charged and table.mean_service == 500
 
-    def test_a_prompt_that_was_computed_is_charged_though_the_next_engine_refuses(
+    def test_all_answers_of_a_request_are_charged(
         self, table: Accounts, tokenizer: Tokenizer
     ) -> None:
-        request = asked(table.named("a"), tokenizer)
+        request = asked(table.named("a"), tokenizer, foreseen=200.0)
+        request.several, request.answers, request.max_tokens = True, 64, 4000
         begun(table, request)
-        request.refused = True
-        table.ended(request, by_itself=False)
-        assert request.account.served == 30
+        assert request.account.served == 30 + 64 * 2 * 200
+        table.ended(request, by_itself=True)
+        assert request.account.served == 30 + 64 * 2 * 200
+
+    def test_one_client_does_not_say_how_much_a_request_is(
+        self, table: Accounts, tokenizer: Tokenizer
+    ) -> None:
+        for name in ("a", "b", "c", "greedy"):
+            for _ in range(100 if name == "greedy" else 1):
+                request = asked(table.named(name), tokenizer)
+                request.prompt_tokens = 30_000 if name == "greedy" else 100
+                begun(table, request)
+                request._generated = 100
+                table.ended(request, by_itself=True)
+        assert table.mean_service == 300
 
     @pytest.mark.parametrize("several", [True, False])
     def test_an_answer_that_nobody_counted_is_charged_as_it_was_expected(
@@ -227,6 +242,25 @@ class TestService:
         new = asked(table.named("new"), tokenizer)
         with table.waits(new):
             assert new.account.served == 0.0
+
+    def test_a_long_request_holds_back_nobodys_virtual_time(
+        self, table: Accounts, tokenizer: Tokenizer
+    ) -> None:
+        """Otherwise a client's second address would be owed what all others have had."""
+        holder = table.named("holder")
+        long = asked(holder, tokenizer, foreseen=100_000.0)
+        long.max_tokens = None
+        begun(table, long)
+        with table.waits(asked(holder, tokenizer)):
+            for _ in range(200):
+                honest = asked(table.named("honest"), tokenizer, foreseen=100.0)
+                with table.waits(honest):
+                    begun(table, honest)
+                honest._generated = 100
+                table.ended(honest, by_itself=True)
+            second = asked(table.named("second"), tokenizer)
+            with table.waits(second):
+                assert second.account.served > 0.9 * table.named("honest").served
 
     def test_a_weight_of_two_is_served_twice_as_much_for_the_same(
         self, tokenizer: Tokenizer

@@ -103,6 +103,22 @@ async def test_what_is_left_is_for_those_who_have_used_least() -> None:
     forecasts.close()
 
 
+async def test_two_that_use_most_leave_some_to_a_third() -> None:
+    of, prompts = of_busy(0.3)
+    forecasts = Forecasts(of)
+    await used(forecasts, 1, "hog")
+    await used(forecasts, 1, "other hog")
+    await used(forecasts, 1, "honest")
+    assert len(prompts) == 3
+    forecasts._lately.update({"hog": 1.0, "other hog": 1.0})
+    forecasts._left = 0.4
+    assert await forecasts.expected(asked(), "hog") is None
+    assert await forecasts.expected(asked(), "other hog") is None
+    await used(forecasts, 1, "honest")
+    assert len(prompts) == 4
+    forecasts.close()
+
+
 async def test_accounts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_forecasts, "_PATIENCE", 60.0)
     free = threading.Event()
