@@ -8,9 +8,9 @@ else; 1, 4 and 16 proxies of one process, whose links, requests and sockets are 
 Poisson process with seed 0; prompts and answers are lognormal, with medians of 400 and 250 tokens
 and sigma 1.0 and 0.6, so that about 2,000 run. Reported are the times to a place and the
 imbalance: the maximum over the mean of the instances' true KV loads, less 1, averaged over time,
-in percent. With 16 proxies the coordinator is then killed, so that each places by what all publish
-to each other (``broadcast``), and at last by what it knows itself (``alone``). All proxies share
-one process: while that waits for a core (``late_ms``), no requests arrive.
+in percent. With 16 proxies the coordinator is then killed, so that each places by its own requests
+(``alone``). All proxies share one process: while that waits for a core (``late_ms``), no requests
+arrive.
 
 Most places: 4 proxies with 256 requests that ask for a place, end at once and ask again, while 0,
 4,096 and 16,384 requests run. A core to itself gives a coordinator the inverse of its CPU time a
@@ -83,9 +83,6 @@ async def _measure_places(size: _Size, figures: dict[str, float]) -> None:
                         figures["place_ms_p50"] = figures["place_ms_p50_16"]
                         stack.close()  # ends the coordinator
                         await driven.left_alone()
-                        await _open_loop(driven, size, figures, "16_broadcast")
-                        for proxy in driven.proxies:
-                            proxy.hear_nobody()
                         await _open_loop(driven, size, figures, "16_alone")
         for running in size.running:
             with ExitStack() as stack:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
-from rescheduler.coordination.messages import Load
 from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.openai.request_reader import read_request
@@ -74,10 +73,6 @@ class DrivenProxy:
         on = self.cluster.placements.on
         return [sum(one.context_tokens for one in on(each)) for each in self.cluster.all]
 
-    def hear_nobody(self) -> None:
-        self.cluster.loads.peers({})
-        self.cluster.loads.peer = _unheard  # type: ignore[method-assign]
-
 
 @dataclass
 class DrivenProxies:
@@ -111,7 +106,7 @@ class DrivenProxies:
         """Have requests arrive as a Poisson process, each at a proxy of its own choice.
 
         While this process waits for a core, no time passes for its clients either: else they would
-        come all at once to proxies that have not heard of each other, as separate ones would.
+        come all at once.
         """
         loop = asyncio.get_running_loop()
         due = loop.time()
@@ -194,7 +189,3 @@ async def _until(holds: Callable[[], bool], what: str) -> None:
 
 def _client(prompt_tokens: int, max_tokens: int) -> ClientRequest:
     return replace(_CLIENT, prompt_ids=prompt_tokens, max_tokens=max_tokens)
-
-
-def _unheard(proxy: int, load: Load) -> None:
-    del proxy, load

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.link import CoordinatorSilentError, Link
-from rescheduler.coordination.link_socket import LinkSockets
+from rescheduler.coordination.link_socket import LinkSocket
 from rescheduler.coordination.messages import RefusedMessages
 from rescheduler.engines.deployment import Deployment, ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
@@ -33,24 +32,22 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
     """Asks the coordinator for places while it answers, and finds them itself while it does not.
 
     Args:
-        published: called when this proxy has placed a request by itself: its peers should know.
-        loads: of this proxy and its peers, by which it finds places.
+        placements: of this proxy's requests, by which it finds places.
         accounts: of the clients.
     """
 
     def __init__(
         self,
         link: Link,
-        published: Callable[[], None],
-        loads: ClusterLoads,
+        placements: Placements[LiveRequest],
         instances: Sequence[InstanceState],
         options: ProxyOptions,
         step: MeanStepTime,
         clock: Callable[[], float],
         accounts: Accounts,
     ) -> None:
-        super().__init__(loads, instances, JSQLoad(), options, step, clock, accounts=accounts)
-        self._link, self._published = link, published
+        super().__init__(placements, instances, JSQLoad(), options, step, clock, accounts=accounts)
+        self._link = link
 
     @property
     def waiting(self) -> Sequence[LiveRequest]:
@@ -69,12 +66,11 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
             raise RequestRefusedError(
                 429, "this proxy has too many requests; try another one", retry_after=1
             )
-        view = self._link.view if self._link.alive else None
-        if view is None or view.waiting < self._options.pool:
+        view, pool = self._link.view if self._link.alive else None, self._options.pool
+        if view is None or view.waiting < pool:
             return
-        # However many wait, the coordinator lets each proxy have its share of them.
-        share = max(1, self._options.pool // max(1, len(view.proxies)))
-        if len(self._link.asked) + self._link.asked_for_prefill >= share:
+        # The coordinator knows of more that waits: whom this proxy refuses, it would refuse, too.
+        if not self.accounts.may_wait(account, pool):
             raise RequestRefusedError(
                 429, f"{view.waiting} requests wait already; try again later", retry_after=1
             )
@@ -93,7 +89,7 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
         async with _in_time(self._options.pool_seconds, "prefill"):
             while True:
                 if self._link.alive:
-                    with suppress(CoordinatorSilentError):
+                    with suppress(CoordinatorSilentError), self.accounts.waits(request):
                         return await self._link.ask(request, for_prefill=True)
                 elif await self._by_itself(super().take_prefill(request)):
                     return request.instance
@@ -104,7 +100,7 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
         async with _in_time(self._options.pool_seconds, "decode"):
             while request.instance is None:
                 if self._link.alive:
-                    with suppress(CoordinatorSilentError):
+                    with suppress(CoordinatorSilentError), self.accounts.waits(request):
                         await self._link.ask(request, for_prefill=False)
                 else:
                     await self._by_itself(super().place(request))
@@ -124,7 +120,6 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
         if finding.cancelled():
             return False
         finding.result()
-        self._published()
         return True
 
 
@@ -163,16 +158,13 @@ class CoordinatedCluster(Cluster[LiveRequest]):
 
     Attributes:
         mover: carries out the coordinator's orders.
-        loads: of this proxy and its peers.
-        refused: messages of the coordinator and the other proxies.
+        refused: messages of the coordinator.
 
     Raises:
         TelemetryError: an open endpoint without keys, or keys that cannot be used.
-        CoordinationError: there is no way from this machine to the coordinator.
     """
 
     link: Link
-    loads: ClusterLoads
     refused: RefusedMessages
     mover: Mover[LiveRequest] | None = None
 
@@ -188,21 +180,15 @@ class CoordinatedCluster(Cluster[LiveRequest]):
             clock,
             self.step,
             self._carry_out,
-            lambda: self._sockets.wake(),
+            lambda: self._socket.wake(),
         )
         self.placements = WatchedPlacements(self.link.changed)
-        self.loads = ClusterLoads(
-            self.placements, self.all, deployment.proxy, options.lost_seconds, clock
-        )
-        self.refused = RefusedMessages("headway_proxy_refused_messages", "coordinator", "proxy")
-        self._sockets = LinkSockets(
-            options.endpoint, deployment.keys_folder, self.link, self.loads, self.refused
-        )
-        self._stack.callback(self._sockets.close)
+        self.refused = RefusedMessages("headway_proxy_refused_messages", "coordinator")
+        self._socket = LinkSocket(options.endpoint, deployment.keys_folder, self.link, self.refused)
+        self._stack.callback(self._socket.close)
         self.dispatcher = CoordinatedDispatcher(
             self.link,
-            self._sockets.publish,
-            self.loads,
+            self.placements,
             self.all,
             deployment.proxy,
             self.step,
@@ -216,8 +202,8 @@ class CoordinatedCluster(Cluster[LiveRequest]):
         self.speak()
 
     def speak(self) -> None:
-        """Speak with the coordinator and the other proxies from now on."""
-        self.forever(self._sockets.run())
+        """Speak with the coordinator from now on."""
+        self.forever(self._socket.run())
 
     def began(self, request: LiveRequest) -> None:
         """Note a request here: the coordinator hears of it when it wants a place."""

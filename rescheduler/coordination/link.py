@@ -111,7 +111,6 @@ class Link:
 
     Attributes:
         view: the coordinator's last.
-        listening: endpoint at which peers hear this proxy's loads.
         refused: why the coordinator does not work with this proxy; None if it does.
         back: set while the coordinator decides, as far as was noticed.
     """
@@ -128,7 +127,6 @@ class Link:
         wake: Callable[[], None],
     ) -> None:
         self.view: View | None = None
-        self.listening = ""
         self.refused: str | None = None
         self.back = asyncio.Event()
         self.session, self._deployment = session, deployment
@@ -318,7 +316,6 @@ class Link:
             incarnation=self._incarnation,
             heard=self._heard.last,
             deployment=self._deployment,
-            listening=self.listening,
             whole=whole,
             records=records,
             ended=ended,

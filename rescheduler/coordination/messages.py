@@ -34,11 +34,9 @@ __all__ = [
     "CoordinationError",
     "Ended",
     "Failure",
-    "Load",
     "MoveEnded",
     "MoveOrder",
     "Notice",
-    "ProxyLoad",
     "Reason",
     "Record",
     "Refusal",
@@ -58,7 +56,7 @@ MOST_INSTANCES = 4_096
 MOST_ANSWERS, MOST_ORDERS, MOST_FAILURES = 1_024, 256, 64  # others come in the next message
 MOST_TOKENS = 2**24  # of a prompt, or of an answer
 MOST = 2**40  # no count of requests, tokens or messages comes near it
-TOPIC = b"headway-coordination/2"  # the first frame: name and version of the schema
+TOPIC = b"headway-coordination/3"  # the first frame: name and version of the schema
 NOWHERE = -1  # in place of an instance's index in the deployment
 
 _PRINTABLE = (  # neither control characters nor those that change the order or are not seen
@@ -67,7 +65,6 @@ _PRINTABLE = (  # neither control characters nor those that change the order or 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
-Requests = Annotated[int, msgspec.Meta(ge=0, le=MOST_REQUESTS)]
 Index = Annotated[int, msgspec.Meta(ge=NOWHERE, lt=MOST_INSTANCES)]
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]  # and no NaN
 StepSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=60.0)]
@@ -88,7 +85,6 @@ Reason = Literal[
     "session",  # of a session that belongs to another connection
     "full",  # there are as many sessions as there may be
     "deployment",  # lists other instances
-    "endpoint",  # names one that its peers must not connect to
 ]
 
 
@@ -176,7 +172,6 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
         incarnation: of the session with the coordinator, as it heard last.
         heard: number of the last notice from it.
         deployment: digest of the instances' names; it must be the coordinator's.
-        listening: endpoint at which its peers hear its loads.
         whole: whether all of its requests are in here; others are over.
         handles: [n] int64 as bytes, requests whose tokens follow.
         tokens: [n] int64 as bytes, generated so far.
@@ -188,7 +183,6 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     incarnation: Word
     heard: Count
     deployment: Word
-    listening: Word
     whole: bool = False
     records: Annotated[list[Record], Listed] = []
     ended: Annotated[list[Ended], Listed] = []
@@ -226,28 +220,6 @@ class MoveOrder(msgspec.Struct, array_like=True, frozen=True, gc=False):
     why: Text
 
 
-class Load(msgspec.Struct, array_like=True, frozen=True):
-    """Requests that one proxy has on each instance, and their context tokens, [n_instances].
-
-    It does not say whose it is: that is known by the connection through which it comes.
-    """
-
-    requests: Annotated[list[Requests], ByInstance]
-    tokens: Annotated[list[Count], ByInstance]
-
-
-class ProxyLoad(msgspec.Struct, array_like=True, frozen=True):
-    """A proxy, as the others are told of it: not what it calls its session.
-
-    Attributes:
-        listening: endpoint at which its peers hear it; empty if there is none.
-    """
-
-    proxy: Count
-    listening: Word
-    load: Load
-
-
 class View(msgspec.Struct, array_like=True, frozen=True):
     """The cluster, as the coordinator knows it.
 
@@ -258,7 +230,6 @@ class View(msgspec.Struct, array_like=True, frozen=True):
 
     draining: Annotated[list[bool], ByInstance]
     waiting: Count
-    proxies: Annotated[list[ProxyLoad], msgspec.Meta(max_length=MOST_SESSIONS)]
 
 
 class Notice(msgspec.Struct, array_like=True, frozen=True):
@@ -266,7 +237,6 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         incarnation: of the coordinator's session with this proxy.
-        proxy: number of this proxy in the view; 0: none.
         whole_please: it has missed a report.
         view: a few times a second, once the coordinator decides.
         refused: why it does not work with this proxy; None if it does.
@@ -274,7 +244,6 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
 
     incarnation: Word
     number: Count
-    proxy: Count = 0
     whole_please: bool = False
     answers: Annotated[list[Answer], msgspec.Meta(max_length=MOST_ANSWERS)] = []
     moves: Annotated[list[MoveOrder], msgspec.Meta(max_length=MOST_ORDERS)] = []
@@ -282,15 +251,15 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
     refused: Text | None = None
 
 
-M = TypeVar("M", bound=Report | Notice | Load)
+M = TypeVar("M", bound=Report | Notice)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Report, Notice, Load)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Report, Notice)
 }
 
 
-def encode(message: Report | Notice | Load) -> list[bytes]:
+def encode(message: Report | Notice) -> list[bytes]:
     """Return the frames of a message."""
     return [TOPIC, _encoder.encode(message)]
 

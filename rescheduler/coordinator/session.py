@@ -21,7 +21,6 @@ from rescheduler.coordination.messages import (
     Answer,
     CoordinationError,
     Ended,
-    Load,
     MoveEnded,
     MoveOrder,
     Notice,
@@ -73,14 +72,12 @@ class Session:
 
     Args:
         name: that the proxy's process gives itself, which only the two sides know.
-        number: by which everybody else knows it.
+        number: by which the log knows it.
         address: that it connects from; None if that is not known.
 
     Attributes:
         peer: its connection; None while it has none.
         mirrors: its requests, by handle.
-        listening: endpoint at which its peers hear its loads; empty if there is none.
-        named: endpoint that it names as such.
         known: whether its requests are: a whole report has come, and none was missed since.
     """
 
@@ -95,7 +92,6 @@ class Session:
         self.mirrors: dict[int, Mirror] = {}
         self._accounts: Counter[str] = Counter()
         self.heard_at = self._begun_at = shared.clock()
-        self.listening = self.named = ""
         self.step_seconds = 0.0
         self.known = self._closed = False
         self._heard = Numbering()
@@ -208,7 +204,6 @@ class Session:
         notice = Notice(
             incarnation=self._incarnation,
             number=self._sent,
-            proxy=self.number,
             whole_please=not self.known,
             answers=answers,
             moves=[order for order in orders if order is not None],
@@ -219,17 +214,6 @@ class Session:
             if mirror is not None:
                 mirror.booked_in = self._sent
         return notice
-
-    def load(self) -> Load:
-        """Return what its requests hold on each instance."""
-        index = {instance: g for g, instance in enumerate(self._instances)}
-        requests, tokens = [0] * len(index), [0] * len(index)
-        for mirror in self.mirrors.values():
-            if mirror.instance is not None:
-                g = index[mirror.instance]
-                requests[g] += 1
-                tokens[g] += mirror.context_tokens
-        return Load(requests, tokens)
 
     def _failed(self, instance: InstanceState, certain: bool) -> None:
         """Count a failure.

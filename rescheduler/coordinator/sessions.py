@@ -10,23 +10,17 @@ import zmq
 import zmq.asyncio
 
 from predictor.live.zmq_sockets import apply_curve, bind_socket, refuse_open_endpoint
-from rescheduler.coordination.link_socket import beats
+from rescheduler.coordination.link_socket import beats, message_socket
 from rescheduler.coordination.messages import (
     MOST_SESSIONS,
     CoordinationError,
     Notice,
-    ProxyLoad,
     Reason,
     RefusedMessages,
     Report,
     View,
     decode,
     encode,
-)
-from rescheduler.coordination.peer_sockets import (
-    PeerEndpointError,
-    checked_endpoint,
-    message_socket,
 )
 from rescheduler.coordinator.session import Session, Shared
 
@@ -36,7 +30,6 @@ __all__ = ["Reception", "Sessions"]
 logger = logging.getLogger("headway.serve")
 
 _LEAST_STEP_SECONDS = 1e-3
-_SLICE = 4_096  # requests that are counted in one turn of the event loop
 
 
 class Sessions:
@@ -81,7 +74,6 @@ class Sessions:
             session.peer, session.address = peer, address
             self._by_peer[peer] = session
             logger.info("%s: connected again", session)
-        self._note_endpoint(session, report.listening)
         try:
             await session.receive(report)
         except CoordinationError as error:
@@ -101,7 +93,7 @@ class Sessions:
             await self._forget_lost()
             self._cluster.step.seconds = self._step_seconds()
             if self._shared.settled.is_set():
-                view = await self._view()
+                view = self._view()
         for session in list(self.by_name.values()):
             try:
                 notice = session.notice(view) if session.peer is not None else None
@@ -131,17 +123,6 @@ class Sessions:
         logger.info("%s: connected", session)
         self._take_draining(report)
         return session
-
-    def _note_endpoint(self, session: Session, named: str) -> None:
-        """Publish a proxy's endpoint to the others, unless it is not the proxy's own."""
-        if named == session.named:
-            return
-        session.named, session.listening = named, ""
-        try:
-            session.listening = checked_endpoint(named, session.address) if named else ""
-        except PeerEndpointError as error:
-            if self._refused.count("proxy", "endpoint"):
-                logger.warning("%s: others do not hear it: %s: %s", session, named, error)
 
     def _take_draining(self, report: Report) -> None:
         """Go on draining what a coordinator before this one was told to drain.
@@ -176,18 +157,11 @@ class Sessions:
         mean = sum(one.step_seconds * len(one.mirrors) for one in known) / weight
         return max(_LEAST_STEP_SECONDS, mean)
 
-    async def _view(self) -> View:
-        dispatcher, proxies, counted = self._cluster.dispatcher, [], 0
-        for session in list(self.by_name.values()):
-            proxies.append(ProxyLoad(session.number, session.listening, session.load()))
-            counted += len(session.mirrors)
-            if counted >= _SLICE:
-                counted = 0
-                await asyncio.sleep(0)
+    def _view(self) -> View:
+        dispatcher = self._cluster.dispatcher
         return View(
             draining=[instance.drained for instance in self._cluster.all],
             waiting=len(dispatcher.waiting) + dispatcher.waiting_for_prefill,
-            proxies=proxies,
         )
 
 

@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rescheduler.coordination.cluster_loads import ClusterLoads
 from rescheduler.coordination.coordinated_cluster import CoordinatedDispatcher, WatchedPlacements
 from rescheduler.coordination.link import FAR, Link
 from rescheduler.coordination.messages import CoordinationError, Notice, RefusedMessages, Report
@@ -70,12 +69,10 @@ class Proxy:
         self.link = Link(
             name, self.instances, DIGEST, SILENT, model.clock, step, self.carry_out, lambda: None
         )
-        self.link.listening = f"tcp://{name}:1"
         self.placements = WatchedPlacements(self.link.changed)
         self.placer = CoordinatedDispatcher(
             self.link,
-            lambda: None,
-            ClusterLoads(self.placements, self.instances, OPTIONS, LOST, model.clock),
+            self.placements,
             self.instances,
             OPTIONS,
             step,
@@ -191,7 +188,7 @@ class Model(RuleBasedStateMachine):
             self.begin(self.proxies[p], CLIENT)
 
     def begin(self, proxy: Proxy, client: ClientRequest) -> None:
-        id = f"{proxy.link.listening}/{next(proxy.numbers)}"
+        id = f"{proxy.link.session}/{next(proxy.numbers)}"
         request = LiveRequest(id, id, client, {}, self.now, TOKENIZER, proxy.placements)
         proxy.start(request)
 
@@ -349,7 +346,7 @@ class Model(RuleBasedStateMachine):
         session = self.sessions.by_name.get(self.proxies[p].link.session)
         if session is not None and session.peer is not None:
             peer, known, last = session.peer, session.known, session._heard.last
-            forged = Report(session.name, last + ahead, "", 0, DIGEST, "", whole)
+            forged = Report(session.name, last + ahead, "", 0, DIGEST, whole)
             assert await self.sessions.receive(forged, b"forger", None) is None
             assert (session.peer, session.known, session._heard.last) == (peer, known, last)
 
@@ -359,7 +356,7 @@ class Model(RuleBasedStateMachine):
         """As of a proxy out of its mind: what it says next is heard nevertheless."""
         session = self.sessions.by_name.get(self.proxies[p].link.session)
         if session is not None:
-            jumped = Report(session.name, session._heard.last + far, "", 0, DIGEST, "", whole)
+            jumped = Report(session.name, session._heard.last + far, "", 0, DIGEST, whole)
             await self._hears(self.proxies[p], jumped)
 
     @rule(p=st.integers(0, 1), far=st.integers(FAR + 1, 2**39))
@@ -377,7 +374,7 @@ class Model(RuleBasedStateMachine):
         session = self.sessions.by_name.get(proxy.link.session)
         proxy.connection = f"{proxy.link.session}#{next(self.names)}".encode()
         if session is not None and session.peer is not None:
-            await self._hears(proxy, Report(session.name, 2**39, "", 0, DIGEST, "", True))
+            await self._hears(proxy, Report(session.name, 2**39, "", 0, DIGEST, True))
             assert session.peer != proxy.connection
             self.sessions.disconnected(session)
 

@@ -35,7 +35,7 @@ class Coordinator:
 
 
 def report(number: int, *records: Record) -> Report:
-    return Report("s", number, "c/1", 0, "digest", "", whole=True, records=list(records))
+    return Report("s", number, "c/1", 0, "digest", whole=True, records=list(records))
 
 
 async def test_a_request_has_waited_no_longer_than_its_proxy_is_known() -> None:

@@ -13,11 +13,9 @@ from rescheduler.coordination.messages import (
     CoordinationError,
     Ended,
     Failure,
-    Load,
     MoveEnded,
     MoveOrder,
     Notice,
-    ProxyLoad,
     Refusal,
     Report,
     View,
@@ -26,13 +24,12 @@ from rescheduler.coordination.messages import (
 )
 
 RECORD = msgspec.structs.replace(coordinating.RECORD, instance=0, destination=0, hop=0)
-LOAD = Load([1], [8])
-VIEW = View([False], 0, [ProxyLoad(1, "tcp://127.0.0.1:5000", LOAD)])
-REPORT = Report("session", 1, "", 0, "digest", "", records=[RECORD])
+VIEW = View([False], 0)
+REPORT = Report("session", 1, "", 0, "digest", records=[RECORD])
 NOTICE = Notice("incarnation", 1, view=VIEW)
 
 
-@pytest.mark.parametrize("message", [REPORT, NOTICE, LOAD], ids=["report", "notice", "load"])
+@pytest.mark.parametrize("message", [REPORT, NOTICE], ids=["report", "notice"])
 def test_one_with_sense_is_read(message: Any) -> None:
     assert decode(encode(message), type(message)) == message
 
@@ -68,8 +65,8 @@ REPORTS: list[dict[str, Any]] = [
     {"session": ""},
     {"session": "a\n"},
     {"session": "a" * 65},
-    {"listening": "tcp://127.0.0.1:5000\x1b[2J"},
-    {"listening": "t" * 161},
+    {"deployment": "digest\x1b[2J"},
+    {"deployment": "d" * 161},
     {"incarnation": "\n"},
     {"records": [RECORD] * 16_385},
     {"ended": [Ended(1, True, 1)] * 16_385},
@@ -96,16 +93,9 @@ NOTICES: list[dict[str, Any]] = [
     {"moves": [MoveOrder(1, 0, 0, 1, "why\n")]},
     {"moves": [MoveOrder(1, 0, 0, 1, "why")] * 257},
     {"refused": "n" * 513},
-    {"view": View([False] * 4097, 0, [])},
-    {"view": View([False], 2**63, [])},
-    {"view": View([False], 0, VIEW.proxies * 65)},
-    {"view": View([False], 0, [ProxyLoad(1, "", Load([2**40], [0]))])},
-]
-LOADS: list[dict[str, Any]] = [
-    {"requests": [10_000_000]},
-    {"requests": [-1]},
-    {"tokens": [2**63]},
-    {"requests": [0] * 5_000, "tokens": [0] * 5_000},
+    {"view": View([False] * 4097, 0)},
+    {"view": View([False], 2**63)},
+    {"view": View([False], -1)},
 ]
 
 
@@ -114,7 +104,6 @@ LOADS: list[dict[str, Any]] = [
     [
         *((REPORT, values) for values in REPORTS),
         *((NOTICE, values) for values in NOTICES),
-        *((LOAD, values) for values in LOADS),
     ],
 )
 def test_one_without_sense_is_refused(message: Any, values: dict[str, Any]) -> None:

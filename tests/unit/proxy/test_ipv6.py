@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chosen_ports import free_port
-from coordinated_cluster import Make, link_of
+from coordinated_cluster import Make
 from running_command import answer, next_line, running
 from scripted_cluster import cluster, until
 from tokenizers import Tokenizer
@@ -54,20 +54,14 @@ async def test_requests_are_served_and_moved(tokenizer: Tokenizer) -> None:
 
 
 @on_ipv6
-async def test_proxies_are_coordinated_and_hear_each_other(coordinated: Make) -> None:
+async def test_proxies_are_coordinated(coordinated: Make) -> None:
     async with coordinated(host="::1") as it:
+        assert it.coordinator.endpoint.startswith("tcp://[::1]:")
         await asyncio.gather(*(one.answered(5) for one in it.proxies))
         await it.stop_coordinator()
-        first, second = it.proxies
-        with it.unhurried():
-            tasks = [asyncio.create_task(first.answered(100)) for _ in range(2)]
-            heard = second.proxy.cluster.loads  # type: ignore[attr-defined]
-            decodes = [second.proxy.cluster.instances[name] for name in ("decode-0", "decode-1")]
-            await until(lambda: sum(len(heard.on(one)) for one in decodes) == 2)
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*(one.answered(5) for one in it.proxies))
         await it.start_coordinator()
         await it.coordinated()
-        assert all(link_of(one).listening.startswith("tcp://[::1]:") for one in it.proxies)
 
 
 @on_ipv6
