@@ -396,6 +396,8 @@ class Link:
             model=request.model,
             account=request.account.name,
             fewest_tokens=_tokens(request.fewest_tokens),
+            prompt_is_known=request.prompt_is_known,
+            answers=request.answers,
         )
 
     def _where(self, instance: InstanceState | None) -> int:

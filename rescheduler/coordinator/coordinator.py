@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -88,7 +87,7 @@ class Coordinator:
             cluster=cluster,
             prefill_pool=FairPool(deployment.proxy.pool),
             decode_pool=FairPool(deployment.proxy.pool),
-            names=Counter(),
+            names={},
             clock=asyncio.get_running_loop().time,
             wake=wake.set,
             settled=asyncio.Event(),

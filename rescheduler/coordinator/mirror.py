@@ -47,6 +47,7 @@ class Mirror(Placeable):
             model=record.model,
             movable=record.movable,
             several=record.several,
+            answers=record.answers,
         )
         self.session, self.handle = session, record.handle
         self.moving = self.admitted = False
@@ -65,7 +66,8 @@ class Mirror(Placeable):
 
     def count(self, record: Record) -> None:
         """Take over its tokens."""
-        self.prompt_tokens = record.prompt_tokens
+        if record.prompt_is_known or not self.prompt_is_known:
+            self.prompt_tokens, self.prompt_is_known = record.prompt_tokens, record.prompt_is_known
         self.has_generated(max(self.generated_tokens, record.generated_tokens))
 
     def has_generated(self, tokens: int) -> None:

@@ -52,7 +52,7 @@ class Shared:
 
     Attributes:
         incarnation: of the coordinator's process.
-        names: how many requests engines call so: clients of two proxies may choose the same.
+        names: the requests that engines call so: clients of two proxies may choose the same.
         wake: called when there is something to say to a proxy.
         settled: set once proxies have had the time to report what runs.
     """
@@ -61,7 +61,7 @@ class Shared:
     cluster: Cluster[Mirror]
     prefill_pool: FairPool
     decode_pool: FairPool
-    names: Counter[str]
+    names: dict[str, dict[Mirror, None]]
     clock: Callable[[], float]
     wake: Callable[[], None]
     settled: asyncio.Event
@@ -262,8 +262,9 @@ class Session:
         mirror.account = self._account(record.account)
         self._accounts[mirror.account.name] += 1
         self.mirrors[record.handle] = mirror
-        self._shared.names[mirror.external_id] += 1
-        if self._shared.names[mirror.external_id] == 1:
+        sharing = self._shared.names.setdefault(mirror.external_id, {})
+        sharing[mirror] = None
+        if len(sharing) == 1:
             self._cluster.began(mirror)
         else:
             self._cluster.accounts.began(mirror)
@@ -405,13 +406,16 @@ class Session:
         mirror.leave()
         if mirror.order is not None:
             self._end_order(mirror, MoveOutcome("ended"))
-        names = self._shared.names
-        names[mirror.external_id] -= 1
-        if not names[mirror.external_id]:  # else what is forecast is of the other one, too
-            del names[mirror.external_id]
+        sharing = self._shared.names[mirror.external_id]
+        followed = next(iter(sharing)) is mirror
+        del sharing[mirror]
+        if not sharing:
+            del self._shared.names[mirror.external_id]
             self._cluster.ended(mirror, by_itself)
-        else:
-            self._cluster.accounts.ended(mirror, by_itself)
+            return
+        self._cluster.accounts.ended(mirror, by_itself)
+        if followed and self._cluster.forecasts is not None:
+            self._cluster.forecasts.began(next(iter(sharing)))  # what is forecast is of it, too
 
     def _stop_asking(self, mirror: Mirror) -> None:
         asking, mirror.asking = mirror.asking, None

@@ -1,7 +1,6 @@
 """The coordinator's end of its conversations, without sockets and without engines."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.step_time.mean_step_time import MeanStepTime
@@ -54,7 +54,16 @@ def shared_by_sessions(
     """What sessions have in common; failures that proxies report count for nothing."""
     placements, step, settled = Placements[Mirror](), MeanStepTime(), asyncio.Event()
     settled.set()
-    accounts = Accounts(options.accounts)
+    accounts, forecasts = Accounts(options.accounts), LiveForecasts(None)
+
+    def began(request: Mirror) -> None:
+        accounts.began(request)
+        forecasts.began(request)
+
+    def ended(request: Mirror, by_itself: bool) -> None:
+        accounts.ended(request, by_itself)
+        forecasts.ended(request, by_itself)
+
     cluster: Any = SimpleNamespace(
         all=instances,
         placements=placements,
@@ -64,9 +73,10 @@ def shared_by_sessions(
         accounts=accounts,
         step=step,
         background=background,
-        began=accounts.began,
-        ended=accounts.ended,
+        forecasts=forecasts,
+        began=began,
+        ended=ended,
         may_leave=lambda instance: False,
     )
     pools = FairPool(options.pool), FairPool(options.pool)
-    return Shared(incarnation, cluster, *pools, Counter(), clock, lambda: None, settled)
+    return Shared(incarnation, cluster, *pools, {}, clock, lambda: None, settled)

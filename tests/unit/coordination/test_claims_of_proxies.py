@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from coordinating import RECORD, shared_by_sessions
 from msgspec.structs import replace
 
@@ -47,6 +48,33 @@ async def test_a_request_has_waited_no_longer_than_its_proxy_is_known() -> None:
     await lying.receive(report(1, replace(RECORD, waited=1e6, generated_tokens=2**24)))
     assert lying.mirrors[1].arrived == 5.0 > honest.mirrors[1].arrived
     assert lying.mirrors[1].generated_tokens <= 2**24
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_requests_of_one_name_are_forgotten_in_whatever_order_they_end(first: int) -> None:
+    it = Coordinator()
+    sessions = [it.session(1), it.session(2)]
+    for session in sessions:
+        await session.receive(report(1, RECORD))
+    followed = it.shared.cluster.forecasts._running
+    assert len(followed) == 1
+    await sessions[first].receive(report(2))
+    assert list(followed.values()) == list(sessions[1 - first].mirrors.values())
+    await sessions[1 - first].receive(report(2))
+    assert not followed and not it.shared.names
+
+
+async def test_a_long_prompt_is_charged_as_its_engine_counted_it() -> None:
+    it = Coordinator()
+    session = it.session(1)
+    await session.receive(report(1, replace(RECORD, prompt_tokens=16_000, prompt_is_known=True)))
+    accounts = it.shared.cluster.accounts
+    assert accounts.service(session.mirrors[1]) == 16_000
+    await session.receive(report(2, replace(RECORD, prompt_tokens=4_000_000)))
+    assert accounts.service(session.mirrors[1]) == 16_000, "no estimate replaces a count"
+    several = replace(RECORD, handle=2, several=True, answers=64)
+    await session.receive(report(3, several))
+    assert session.mirrors[2].answers == 64
 
 
 async def test_a_proxy_cannot_fill_the_table_of_accounts() -> None:
