@@ -9,7 +9,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from rescheduler.coordination.coordinated_cluster import instances_digest
 from rescheduler.coordination.messages import RefusedMessages
-from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Session, Shared
 from rescheduler.coordinator.sessions import Reception, Sessions
@@ -85,8 +84,7 @@ class Coordinator:
         self._shared = Shared(
             incarnation=uuid.uuid4().hex,
             cluster=cluster,
-            prefill_pool=FairPool(deployment.proxy.pool),
-            decode_pool=FairPool(deployment.proxy.pool),
+            pool=deployment.proxy.pool,
             names={},
             clock=asyncio.get_running_loop().time,
             wake=wake.set,

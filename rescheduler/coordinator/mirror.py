@@ -33,7 +33,7 @@ class Mirror(Placeable):
         asking: gets it that place.
         booked: ticket of the place that it has got here and, as reported, not taken; 0 if none.
         booked_in: number of the notice that says so; 0 before it is sent.
-        admitted: it has had a place, or one was asked for it before.
+        had_place: it has been on an instance before, as reported or booked.
     """
 
     def __init__(self, record: Record, session: str, placements: "Placements[Mirror]") -> None:
@@ -50,7 +50,7 @@ class Mirror(Placeable):
             answers=record.answers,
         )
         self.session, self.handle = session, record.handle
-        self.moving = self.admitted = False
+        self.moving = self.had_place = False
         self.hop = -1
         self.ticket = self.booked = self.booked_in = 0
         self.asking: asyncio.Task[None] | None = None
@@ -88,7 +88,7 @@ class Mirror(Placeable):
             instances[record.instance] if record.instance >= 0 else None,
             instances[record.destination] if record.destination >= 0 else None,
         )
-        self.admitted = self.admitted or record.hop >= 0 or self.instance is not None
+        self.had_place = self.had_place or record.hop >= 0
 
     def wait(self, now: float) -> None:
         """Begin to wait for a decode instance, as it did with its proxy a moment ago."""
@@ -117,4 +117,5 @@ class Mirror(Placeable):
 
     def _stand(self, instance: InstanceState | None, destination: InstanceState | None) -> None:
         self.instance, self.destination = instance, destination
+        self.had_place = self.had_place or instance is not None
         self._placements.put(self, instance)

@@ -29,7 +29,6 @@ from rescheduler.coordination.messages import (
     Report,
     View,
 )
-from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror, Order
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.account import Account
@@ -52,6 +51,7 @@ class Shared:
 
     Attributes:
         incarnation: of the coordinator's process.
+        pool: requests that wait, at most.
         names: the requests that engines call so: clients of two proxies may choose the same.
         wake: called when there is something to say to a proxy.
         settled: set once proxies have had the time to report what runs.
@@ -59,8 +59,7 @@ class Shared:
 
     incarnation: str
     cluster: Cluster[Mirror]
-    prefill_pool: FairPool
-    decode_pool: FairPool
+    pool: int
     names: dict[str, dict[Mirror, None]]
     clock: Callable[[], float]
     wake: Callable[[], None]
@@ -91,6 +90,8 @@ class Session:
         self._cluster, self._instances = shared.cluster, shared.cluster.all
         self.mirrors: dict[int, Mirror] = {}
         self._accounts: Counter[str] = Counter()
+        # What has had a place may wait for another one though the pool is full; not without end.
+        self._again = asyncio.Semaphore(shared.pool)
         self.heard_at = self._begun_at = shared.clock()
         self.step_seconds = 0.0
         self.known = self._closed = False
@@ -306,13 +307,13 @@ class Session:
         """Get a place for a request, and book it."""
         dispatcher, ticket = self._cluster.dispatcher, mirror.ticket
         await self._shared.settled.wait()
+        place = dispatcher.take_prefill if for_prefill else dispatcher.place
         try:
-            pool = self._shared.prefill_pool if for_prefill else self._shared.decode_pool
-            if not mirror.admitted:
-                self._admit(pool, mirror)
-                mirror.admitted = True
-            place = dispatcher.take_prefill if for_prefill else dispatcher.place
-            async with pool.waiting(self.number, mirror.account):
+            if mirror.had_place:
+                async with self._again:
+                    instance = await place(mirror)
+            else:
+                dispatcher.admit(mirror.account)
                 instance = await place(mirror)
         except RequestRefusedError as error:
             status: Literal[429, 503] = 429 if error.status == 429 else 503
@@ -325,14 +326,6 @@ class Session:
         mirror.asking = None
         mirror.booked = ticket
         self._answer(mirror, instance)
-
-    def _admit(self, pool: FairPool, mirror: Mirror) -> None:
-        """Refuse a new request that there is no room for, unless its proxy is below its share."""
-        try:
-            self._cluster.dispatcher.admit(mirror.account)
-        except RequestRefusedError as error:
-            if error.status != 429 or not pool.below_share(self.number):
-                raise
 
     def _answer(self, mirror: Mirror, instance: InstanceState | None) -> None:
         at = NOWHERE if instance is None else self._instances.index(instance)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from rescheduler.coordination.messages import NOWHERE, Record
-from rescheduler.coordinator.fair_pool import FairPool
 from rescheduler.coordinator.mirror import Mirror
 from rescheduler.coordinator.session import Shared
 from rescheduler.engines.deployment import ProxyOptions
@@ -78,5 +77,4 @@ def shared_by_sessions(
         ended=ended,
         may_leave=lambda instance: False,
     )
-    pools = FairPool(options.pool), FairPool(options.pool)
-    return Shared(incarnation, cluster, *pools, {}, clock, lambda: None, settled)
+    return Shared(incarnation, cluster, options.pool, {}, clock, lambda: None, settled)

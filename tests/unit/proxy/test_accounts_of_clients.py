@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 from chosen_ports import free_port
-from coordinated_cluster import coordinated_cluster
+from coordinated_cluster import coordinated_cluster, link_of
 from live_requests import live_request
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
@@ -140,6 +140,27 @@ async def test_a_coordinator_shares_out_places_between_the_clients_of_all_proxie
         accounts = it.coordinator.cluster.accounts
         await until(lambda: not any(one.unfinished for one in accounts._accounts.values()))
         assert accounts.named("127.0.0.2").served > accounts.named("127.0.0.3").served > 0
+
+
+async def test_a_flood_at_one_proxy_keeps_nobody_out_at_another(tokenizer: Tokenizer) -> None:
+    options: dict[str, Any] = {"pool": 4, "decodes": 1, "silent_seconds": 30.0}
+    async with coordinated_cluster(tokenizer, free_port(), **options) as it:
+        one, two = it.proxies
+        it.engines["decode-0"].says = {"max_num_seqs": 1}
+        await until(lambda: it.coordinator.cluster.decodes[0].slots == 1)
+        dispatcher, link = it.coordinator.cluster.dispatcher, link_of(one)
+        async with client(one, "127.0.0.2") as flood, client(two, "127.0.0.3") as other:
+            with it.unhurried():
+                asking = []
+                for n in range(5):
+                    asking.append(asyncio.create_task(status(flood, LONG)))
+                    await until(lambda n=n: link.view.waiting == n)
+                assert len(dispatcher.waiting) + dispatcher.waiting_for_prefill == 4
+                tickets = link._tickets
+                assert await status(flood, BODY) == 429
+                assert link._tickets == tickets, "the coordinator is not asked"
+            assert await status(other, BODY) == 200
+            assert await asyncio.gather(*asking) == [200] * 5
 
 
 @pytest.mark.parametrize(
