@@ -50,7 +50,7 @@ VERBS = {
     "launch": Verb("rescheduler.engines.launch_engines:launch", "start a deployment's engines"),
     "serve": Verb("rescheduler.serving.serve:serve", "serve a deployment at one address"),
     "coordinator": Verb(
-        "rescheduler.coordinator.coordinator_command:coordinator", "decide for many proxies"
+        "rescheduler.coordinator.coordinator:coordinator", "decide for many proxies"
     ),
     "picker": Verb("rescheduler.gateway.picker_command:picker", "pick engines for Envoy"),
     "batch": Verb("rescheduler.batch.batch:batch", "answer a file of requests in the background"),

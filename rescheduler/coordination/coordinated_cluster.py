@@ -23,8 +23,6 @@ from rescheduler.placement.placeable import MoveOutcome, Mover, Placements
 from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
-__all__ = ["CoordinatedCluster", "CoordinatedDispatcher", "WatchedPlacements", "instances_digest"]
-
 _SLACK_SECONDS = 5.0
 
 

@@ -31,9 +31,6 @@ from rescheduler.placement.live_request import LiveRequest, Prefilling, Waiting
 from rescheduler.placement.placeable import MoveOutcome
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
-__all__ = ["FAR", "Arrival", "CoordinatorSilentError", "Link", "Numbering"]
-
-
 FAR = 32
 """From the last number, a number that is not to be believed; so many messages are lost at worst
 to one that is nearer and is believed."""

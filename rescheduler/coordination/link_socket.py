@@ -22,8 +22,6 @@ from rescheduler.coordination.messages import (
     encode,
 )
 
-__all__ = ["LinkSocket", "beats", "message_socket"]
-
 logger = logging.getLogger("headway.serve")
 
 BEAT_SECONDS = 0.25

@@ -17,37 +17,6 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-__all__ = [
-    "LARGEST_MESSAGE",
-    "MOST",
-    "MOST_ANSWERS",
-    "MOST_FAILURES",
-    "MOST_INSTANCES",
-    "MOST_ORDERS",
-    "MOST_REQUESTS",
-    "MOST_SESSIONS",
-    "MOST_TOKENS",
-    "MOST_UNREAD",
-    "NOWHERE",
-    "TOPIC",
-    "Answer",
-    "CoordinationError",
-    "Ended",
-    "Failure",
-    "MoveEnded",
-    "MoveOrder",
-    "Notice",
-    "Reason",
-    "Record",
-    "Refusal",
-    "RefusedMessages",
-    "Report",
-    "View",
-    "decode",
-    "encode",
-]
-
-
 LARGEST_MESSAGE = 8 << 20  # bytes; a connection that sends a larger one is closed
 MOST_UNREAD = 64  # of one connection, to be sent or read; what does not fit is lost
 MOST_SESSIONS = 64  # proxies of one coordinator

@@ -24,9 +24,6 @@ from rescheduler.coordination.messages import (
 )
 from rescheduler.coordinator.session import Session, Shared
 
-__all__ = ["Reception", "Sessions"]
-
-
 logger = logging.getLogger("headway.serve")
 
 _LEAST_STEP_SECONDS = 1e-3

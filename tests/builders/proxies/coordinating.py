@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rescheduler.coordination.messages import NOWHERE, Record
-from rescheduler.coordinator.mirror import Mirror
-from rescheduler.coordinator.session import Shared
+from rescheduler.coordinator.session import Mirror, Shared
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.dispatcher import Dispatcher
