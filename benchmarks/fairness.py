@@ -143,7 +143,10 @@ class Attack:
     """Honest clients, and one that is not."""
 
     def __init__(self, url: str, model: str, name: str, seconds: float) -> None:
-        self._url, self._model, self._name, self._seconds = url, model, name, seconds
+        self._url = url
+        self._model = model
+        self._name = name
+        self._seconds = seconds
         self._counts = False
         self._seed = 0
 

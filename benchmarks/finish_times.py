@@ -91,7 +91,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/finish_times"))
     options = parser.parse_args()
     if options.quick:
-        options.requests, options.rounds, options.loads = 150, 1, [1.0]
+        options.requests = 150
+        options.rounds = 1
+        options.loads = [1.0]
         options.out = SCRATCH / "quick"
     SCRATCH.mkdir(parents=True, exist_ok=True)
     found: dict[Run, dict[str, float]] = {}
@@ -119,7 +121,9 @@ class Bench:
     """Runs what is missing of a fleet."""
 
     def __init__(self, out: Path, fleet: str, requests: int) -> None:
-        self.out, self.fleet, self.requests = out, fleet, requests
+        self.out = out
+        self.fleet = fleet
+        self.requests = requests
         self.settings = {"requests": requests, "fleet": fleet, "learns": LEARNS_FROM}
 
     def cells(self, run: Run) -> Cells:

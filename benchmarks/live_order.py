@@ -140,7 +140,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/live_order"))
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.requests, options.loads = 1, 24, [BURST]
+        options.rounds = 1
+        options.requests = 24
+        options.loads = [BURST]
         options.out /= "quick"
     options.out.mkdir(parents=True, exist_ok=True)
     arms = [BASE, *(arm for arm in options.arms if arm != BASE)]

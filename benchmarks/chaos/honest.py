@@ -61,7 +61,9 @@ class HonestClients:
         self._client = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_SECONDS
         )
-        self._model, self._questions, self._ledger = model, questions, ledger
+        self._model = model
+        self._questions = questions
+        self._ledger = ledger
         self._sampling = _SAMPLING[:2] if scripted else _SAMPLING
         self._silent_tokens = silent_tokens
         self._expected: list[list[int]] = []

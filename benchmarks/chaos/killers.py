@@ -116,7 +116,9 @@ class _LogTail:
 
     def __init__(self, engine: str, path: Path) -> None:
         self.engine = engine
-        self._path, self._offset, self._part = path, path.stat().st_size, b""
+        self._path = path
+        self._offset = path.stat().st_size
+        self._part = b""
 
     def has_come(self, request: str) -> bool:
         """Return whether a request has come since the last look."""

@@ -115,7 +115,9 @@ class GreedyCheck:
         is_alone: bool = True,
     ) -> None:
         self.cadence = cadence
-        self._head, self._model, self._name = _head(model), model, name
+        self._head = _head(model)
+        self._model = model
+        self._name = name
         self._computes, self._is_alone = is_linear and is_alone, is_alone
         self._plain: set[str] = set()
         self._rows: _Rows | None = None

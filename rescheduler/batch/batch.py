@@ -164,7 +164,9 @@ class BatchSender:
     def __init__(
         self, batch: Batch, output: BatchOutput, url: str, give_up_seconds: float | None
     ) -> None:
-        self._batch, self._output, self._url = batch, output, url
+        self._batch = batch
+        self._output = output
+        self._url = url
         self._give_up_seconds = give_up_seconds
         self._random = random.Random()
         self._reads_large = asyncio.Lock()

@@ -97,7 +97,9 @@ class Batch:
         targets: list[tuple[str, str]],
         text: BinaryIO,
     ) -> None:
-        self.path, self.requests, self.targets = path, requests, targets
+        self.path = path
+        self.requests = requests
+        self.targets = targets
         self._file = os.dup(text.fileno())
         weakref.finalize(self, os.close, self._file)
 

@@ -59,7 +59,9 @@ class Pace:
 
     def __init__(self, requests: int, earlier: list[int], now: float) -> None:
         self._requests, self._began = requests, now
-        self._answers, self._sum, self._squares = 0, 0, 0
+        self._answers = 0
+        self._sum = 0
+        self._squares = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=_MOST_RECENT)
         self._recent_sum = 0
         for tokens in earlier:
@@ -112,7 +114,9 @@ class BatchProgress:
     """
 
     def __init__(self, requests: int, done: int, earlier: list[int]) -> None:
-        self._requests, self._done, self._failed = requests, done, 0
+        self._requests = requests
+        self._done = done
+        self._failed = 0
         self._pace = Pace(requests, earlier, time.monotonic())
         self._trouble = ""
         self._said = time.monotonic()

@@ -129,7 +129,9 @@ class Link:
         self.session, self._deployment = session, deployment
         self._instances, self._index = instances, {one: g for g, one in enumerate(instances)}
         self._silent_seconds, self._clock = silent_seconds, clock
-        self._step, self._carry_out, self._wake = step, carry_out, wake
+        self._step = step
+        self._carry_out = carry_out
+        self._wake = wake
         self._heard, self._incarnation = Numbering(), ""
         self._viewed, self._began = -math.inf, clock()
         self._awaited = True

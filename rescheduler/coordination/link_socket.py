@@ -65,7 +65,9 @@ class LinkSocket:
         self, endpoint: str, keys: Path | None, link: Link, refused: RefusedMessages
     ) -> None:
         refuse_open_endpoint(endpoint, keys)
-        self._link, self._refused, self._due = link, refused, asyncio.Event()
+        self._link = link
+        self._refused = refused
+        self._due = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._dealer = message_socket(self._context, zmq.DEALER)
         try:

@@ -192,7 +192,9 @@ class Session:
     def __init__(
         self, name: str, number: int, peer: bytes, address: str | None, shared: Shared
     ) -> None:
-        self.name, self.number, self.address = name, number, address
+        self.name = name
+        self.number = number
+        self.address = address
         self.peer: bytes | None = peer
         # A proxy that was only silent for long must not take its numbers for earlier ones.
         self._incarnation, self._shared = f"{shared.incarnation}/{number}", shared

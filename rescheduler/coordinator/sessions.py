@@ -182,7 +182,9 @@ class Reception:
         due: asyncio.Event,
     ) -> None:
         refuse_open_endpoint(endpoint, keys)
-        self._sessions, self._refused, self._due = sessions, refused, due
+        self._sessions = sessions
+        self._refused = refused
+        self._due = due
         self._authenticator = None
         self._context = zmq.asyncio.Context()
         self._router = message_socket(self._context, zmq.ROUTER)

@@ -100,7 +100,9 @@ class LoadRun:
     ) -> None:
         self.served: dict[str, ServedRequest] = {}
         self.started = self.ended = 0.0
-        self._url, self._model, self._load = url, model, load
+        self._url = url
+        self._model = model
+        self._load = load
         self._salt, self._temperature = salt, temperature
 
     @property

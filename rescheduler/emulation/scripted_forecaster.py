@@ -33,7 +33,9 @@ class ScriptedForecaster:
         answers: ScriptedAnswers,
         publisher: TelemetryPublisher | None,
     ) -> None:
-        self._law, self._quality, self._answers = law, quality, answers
+        self._law = law
+        self._quality = quality
+        self._answers = answers
         self._publisher = publisher
         self._edges = forecast_edges(law)
         self._arrived: list[EngineForecasts] = []

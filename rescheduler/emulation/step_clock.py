@@ -38,10 +38,14 @@ class StepClock:
         log: Path | None,
         barrier: StepBarrier | None = None,
     ) -> None:
-        self._step_time, self._dilation, self._barrier = step_time, dilation, barrier
+        self._step_time = step_time
+        self._dilation = dilation
+        self._barrier = barrier
         self._due = self._end = self._begun = 0.0
         self._goes_on = False
-        self.steps, self.asked, self.excess = 0, 0.0, 0.0
+        self.steps = 0
+        self.asked = 0.0
+        self.excess = 0.0
         self._reported, self._before = time.perf_counter(), (0, 0.0, 0.0)
         self._log: FileIO | None = None
         if log is not None:

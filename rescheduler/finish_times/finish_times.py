@@ -63,7 +63,9 @@ class Trial:
     __slots__ = ("expected", "late", "made", "score", "told")
 
     def __init__(self, expected: Interval, told: Interval, made: float) -> None:
-        self.expected, self.told, self.made = expected, told, made
+        self.expected = expected
+        self.told = told
+        self.made = made
         self.score: float | None = None
         self.late = False
 
@@ -316,7 +318,9 @@ class FinishTimes:
         clock: Callable[[], float],
         observed: Callable[[Observed], None] | None = None,
     ) -> None:
-        self.load, self._forecasts, self._clock = load, forecasts, clock
+        self.load = load
+        self._forecasts = forecasts
+        self._clock = clock
         self._observed = observed
         self._first_tokens = FirstTokens()
         self._finishes = {kind: Calibration(clock) for kind in KINDS}

@@ -88,13 +88,19 @@ class FleetLoad:
         forecasts: LiveForecasts,
         clock: Callable[[], float],
     ) -> None:
-        self._decodes, self._prefills, self._placements = decodes, prefills, placements
+        self._decodes = decodes
+        self._prefills = prefills
+        self._placements = placements
         self._usable, self._in_line = usable, in_line
         self._forecasts, self._clock = forecasts, clock
-        self.pace, self.lengths, self._arrivals = Pace(), LatelyEnded(), Arrivals(clock())
+        self.pace = Pace()
+        self.lengths = LatelyEnded()
+        self._arrivals = Arrivals(clock())
         self._ahead: LoadAhead | None = None
         self._line: dict[Placeable, int] = {}
-        self._prompts, self._further, self._waiting = 0.0, 0, 0
+        self._prompts = 0.0
+        self._further = 0
+        self._waiting = 0
         self._queued = np.zeros(len(decodes), dtype=np.int64)
         self._joined: set[Placeable] = set()  # since the load ahead was computed
         self._due = -np.inf

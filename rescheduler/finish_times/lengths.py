@@ -214,7 +214,9 @@ class Arrivals:
     """How many requests have come lately, those more than a minute ago hardly counting."""
 
     def __init__(self, now: float) -> None:
-        self._began, self._at, self._n = now, now, 0.0
+        self._began = now
+        self._at = now
+        self._n = 0.0
         self._prompts = self._known = 0.0
 
     def came(self, prompt_tokens: int | None, now: float) -> None:

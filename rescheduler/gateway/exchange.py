@@ -153,7 +153,9 @@ class Exchange:
         write: Callable[[bytes], Awaitable[None]],
         running: RunningRequests,
     ) -> None:
-        self._read, self._write, self._running = read, write, running
+        self._read = read
+        self._write = write
+        self._running = running
 
     async def run(self) -> None:
         """Go on until the gateway ends the exchange, or breaks the protocol."""

@@ -318,7 +318,9 @@ class ForecastMetrics(Collector):
         scores: ForecastScores,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._telemetry, self._scores, self._clock = telemetry, scores, clock
+        self._telemetry = telemetry
+        self._scores = scores
+        self._clock = clock
         self._most_lost = 0
 
     def collect(self) -> Iterator[Metric]:

@@ -74,7 +74,9 @@ class KeptServer:
         self.past = Past()
         with suppress(OSError, msgspec.DecodeError):
             self.past = msgspec.json.decode(file.read_bytes(), type=Past)
-        self._server, self._prepare, self._grace = server, prepare, grace_seconds
+        self._server = server
+        self._prepare = prepare
+        self._grace = grace_seconds
         self._file, self._ended = file, ended
         self._asked, self._is_over = Event(), False
         self._thread = Thread(target=self._keep, daemon=True)

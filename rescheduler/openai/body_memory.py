@@ -53,7 +53,9 @@ class KeptBody:
     """A body of which more and more arrives."""
 
     def __init__(self, shares: FairShares, client: str, largest: int) -> None:
-        self._shares, self._client, self._largest = shares, client, largest
+        self._shares = shares
+        self._client = client
+        self._largest = largest
         self._size = 0
 
     def grow(self, more: int) -> None:

@@ -398,7 +398,10 @@ class Log:
     def __init__(
         self, path: Path, about: About, times: list[float], ends: list[int], is_cut: bool
     ) -> None:
-        self.path, self.about, self.times, self.is_cut = path, about, times, is_cut
+        self.path = path
+        self.about = about
+        self.times = times
+        self.is_cut = is_cut
         self._ends = ends
 
     def packed(self, number: int) -> bytes:

@@ -59,7 +59,9 @@ class Accounts:
         clock: Callable[[], float] = time.monotonic,
         salt: bytes = b"",
     ) -> None:
-        self._options, self._checks_keys, self._clock = options, checks_keys, clock
+        self._options = options
+        self._checks_keys = checks_keys
+        self._clock = clock
         self._charged_at = -inf
         self.keys = AcceptedKeys(clock, salt)
         self._accounts: OrderedDict[str, Account] = OrderedDict()

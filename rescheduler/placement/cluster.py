@@ -69,7 +69,9 @@ class Cluster(Generic[R]):
 
     def __init__(self, deployment: Deployment) -> None:
         options, keys = deployment.proxy, deployment.keys_folder
-        self.deployment, self.step, self.moves = deployment, MeanStepTime(), MoveHistory()
+        self.deployment = deployment
+        self.step = MeanStepTime()
+        self.moves = MoveHistory()
         self.planner: tuple[MigrationPolicy, float] | None = None
         self.telemetry: TelemetrySubscriber | None = None
         self.forecasts: LiveForecasts | None = None
@@ -304,7 +306,9 @@ class ClusterMetrics(Collector, Generic[R]):
     def __init__(
         self, cluster: Cluster[R], prefix: str, tasks: str, others: Sequence[Collector]
     ) -> None:
-        self._cluster, self._prefix, self._tasks = cluster, prefix, tasks
+        self._cluster = cluster
+        self._prefix = prefix
+        self._tasks = tasks
         self._registry = CollectorRegistry()
         self._counter = partial(Counter, registry=self._registry)
         self._histogram = partial(Histogram, registry=self._registry)

@@ -70,14 +70,18 @@ class Dispatcher(Generic[R]):
         self._line = line
         self.accounts = accounts or Accounts(options.accounts)
         self.background_accounts = background_accounts or Accounts(options.accounts)
-        self._placements, self._policy, self._step = placements, policy, step
+        self._placements = placements
+        self._policy = policy
+        self._step = step
         self._prefills = [one for one in instances if one.instance.role == "prefill"]
         self._decodes = [one for one in instances if one.instance.role == "decode"]
         at_once = JSQLoad() if policy.holds_back() else policy
         self._decides = GuardedPolicy(policy, clock)
         self._decides_at_once = GuardedPolicy(at_once, clock)
         self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
-        self._budgets, self._options, self._clock = budgets, options, clock
+        self._budgets = budgets
+        self._options = options
+        self._clock = clock
         self._for_prefill: dict[R, asyncio.Future[InstanceState | None]] = {}
         self._for_decode: dict[R, asyncio.Future[InstanceState]] = {}
         self._all_forecasts = forecasts

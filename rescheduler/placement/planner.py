@@ -29,7 +29,9 @@ class PlannerLoop(Generic[R]):
         assert cluster.planner is not None
         self._policy, self._seconds = cluster.planner
         self._forecasts = cluster.forecasts if self._policy.needs >= Needs.LENGTHS else None
-        self._cluster, self._move, self._planned = cluster, mover, planned
+        self._cluster = cluster
+        self._move = mover
+        self._planned = planned
         self._said = ""
 
     async def run(self) -> None:
@@ -109,7 +111,9 @@ class Drainer(Generic[R]):
         mover: Mover[R],
         seconds: Callable[[InstanceState], float | None] = lambda instance: None,
     ) -> None:
-        self.cluster, self.seconds, self._move = cluster, seconds, mover
+        self.cluster = cluster
+        self.seconds = seconds
+        self._move = mover
         self._moving: set[str] = set()
 
     def drain(self, instance: InstanceState) -> None:

@@ -47,8 +47,12 @@ class Prober:
         longest_step: Callable[[InstanceState], float] = lambda instance: LONGEST_WAIT,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._upstream, self._lost, self._wake = upstream, lost, wake
-        self._options, self._model, self._changed = options, model, changed
+        self._upstream = upstream
+        self._lost = lost
+        self._wake = wake
+        self._options = options
+        self._model = model
+        self._changed = changed
         self._heard, self._longest_step = heard, longest_step
         self._said: dict[str, str] = {}
         self._verifying: dict[InstanceState, asyncio.Task[bool]] = {}
@@ -243,7 +247,9 @@ class OutlierDetection:
         refused: Callable[[InstanceState], None],
         failures: Counter,
     ) -> None:
-        self._count, self._refused, self._failures = count, refused, failures
+        self._count = count
+        self._refused = refused
+        self._failures = failures
 
     def failed(self, request: LiveRequest, instance: InstanceState, error: UpstreamError) -> None:
         """Note that an instance failed a request."""

@@ -56,7 +56,9 @@ class Wait:
         timeout: asyncio.Timeout,
         streams: bool,
     ) -> None:
-        self.request, self.instance, self.evidence = request, instance, evidence
+        self.request = request
+        self.instance = instance
+        self.evidence = evidence
         self.streams = streams
         self.paused = False
         self.error: LateError | None = None

@@ -304,8 +304,12 @@ class Background(Generic[R]):
         self._accounts = accounts
         self.for_prefill: dict[R, asyncio.Future[InstanceState | None]] = {}
         self.for_decode: dict[R, asyncio.Future[InstanceState]] = {}
-        self._placements, self._prefills, self._options = placements, prefills, options
-        self._line, self._clock, self._others_wait = line, clock, others_wait
+        self._placements = placements
+        self._prefills = prefills
+        self._options = options
+        self._line = line
+        self._clock = clock
+        self._others_wait = others_wait
         self._with_room, self._placed = with_room, placed
         self._look: asyncio.TimerHandle | None = None
         self._due, self._looked = inf, -inf

@@ -35,7 +35,9 @@ class Migrator:
     def __init__(
         self, cluster: Cluster[LiveRequest], bodies: EngineBodies, metrics: ProxyMetrics
     ) -> None:
-        self._cluster, self._bodies, self._metrics = cluster, bodies, metrics
+        self._cluster = cluster
+        self._bodies = bodies
+        self._metrics = metrics
         self._upstream, self._options = cluster.upstream, cluster.deployment.proxy
         self._at_a_time = asyncio.Semaphore(self._options.concurrent_migrations)
 

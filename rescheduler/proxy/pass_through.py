@@ -55,7 +55,10 @@ class PassThrough:
         self._seen = seen
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
         self._keys = cluster.accounts.keys
-        self._bodies, self._outliers, self._watch, self._flow = bodies, outliers, watch, flow
+        self._bodies = bodies
+        self._outliers = outliers
+        self._watch = watch
+        self._flow = flow
         self._options = cluster.deployment.proxy
 
     async def run(self, request: LiveRequest, answer: ClientAnswer) -> web.StreamResponse:

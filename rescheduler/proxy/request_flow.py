@@ -140,10 +140,14 @@ class RequestFlow:
         seen: SeesTokens | None = None,
     ) -> None:
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
-        self._bodies, self._outliers, self._watch = bodies, outliers, watch
+        self._bodies = bodies
+        self._outliers = outliers
+        self._watch = watch
         self._prober, self._keys = cluster.prober, cluster.accounts.keys
         self._quarantine = Quarantine(cluster.dispatcher.usable_for, cluster.decodes)
-        self._migrator, self._metrics, self._options = migrator, metrics, cluster.deployment.proxy
+        self._migrator = migrator
+        self._metrics = metrics
+        self._options = cluster.deployment.proxy
         self._relay = TokenRelay(cluster, outliers, migrator, metrics, seen)
         self._random = random.Random()
         self.leases = Leases(cluster)

@@ -76,7 +76,9 @@ class TokenRelay:
         seen: SeesTokens | None = None,
     ) -> None:
         self._seen = seen
-        self._cluster, self._outliers, self._migrator = cluster, outliers, migrator
+        self._cluster = cluster
+        self._outliers = outliers
+        self._migrator = migrator
         self._metrics, self._options = metrics, cluster.deployment.proxy
 
     async def relay(self, stream: EngineStream, send: Send, comment: Comment | None = None) -> bool:

@@ -111,7 +111,9 @@ class AdminListener(Generic[R]):
         self, drainer: Drainer[R], port: int, token: str = "", feed: SnapshotFeed | None = None
     ) -> None:
         self.url, self.token = "", token
-        self._drainer, self._port, self._feed = drainer, port, feed
+        self._drainer = drainer
+        self._port = port
+        self._feed = feed
         self._stack, self._shared = AsyncExitStack(), False
         self._server: asyncio.Server | None = None
 

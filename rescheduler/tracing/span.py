@@ -114,7 +114,9 @@ class RequestTracer:
     def __init__(
         self, options: TraceOptions, provider: "TracerProvider", exporter: "SpanExporter"
     ) -> None:
-        self._options, self._provider, self._exporter = options, provider, exporter
+        self._options = options
+        self._provider = provider
+        self._exporter = exporter
         self._tracer = provider.get_tracer("headway.proxy")
 
     def begin(

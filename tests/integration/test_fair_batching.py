@@ -137,7 +137,9 @@ class Served:
     """A server that admits by a budget of about 400 tokens, and its telemetry."""
 
     def __init__(self, port: int, steps: Path, telemetry: Listener) -> None:
-        self.port, self.steps, self.telemetry = port, steps, telemetry
+        self.port = port
+        self.steps = steps
+        self.telemetry = telemetry
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,9 @@ BLOCK, NULL = 16, 0
 def scheduler(window: int) -> Any:
     """A connector of a model with whole attention beside a window, without an engine."""
     made: Any = object.__new__(KeepingScheduler)
-    made._windows, made.block_size, made.failed_loads = [None, window], BLOCK, 0
+    made._windows = [None, window]
+    made.block_size = BLOCK
+    made.failed_loads = 0
     made.manager = SimpleNamespace(
         block_pool=SimpleNamespace(null_block=SimpleNamespace(block_id=NULL))
     )
@@ -25,7 +27,9 @@ def scheduler(window: int) -> Any:
     )
     made.vllm_config = SimpleNamespace(parallel_config=parallel)
     made.layout = {"block_size": BLOCK}
-    made.engine_id, made.side_channel_host, made.side_channel_port = "a", "127.0.0.1", 1
+    made.engine_id = "a"
+    made.side_channel_host = "127.0.0.1"
+    made.side_channel_port = 1
     return made
 
 

@@ -221,7 +221,9 @@ class _RegressorTraining(FineTunedModule):
 
     def __init__(self, network: TextNetwork, scale: float, learning_rate: float) -> None:
         super().__init__()
-        self.network, self._scale, self._learning_rate = network, scale, learning_rate
+        self.network = network
+        self._scale = scale
+        self._learning_rate = learning_rate
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         learning = [weights for weights in self.network.parameters() if weights.requires_grad]

@@ -227,7 +227,9 @@ class Training:
             self.setups, job.router, job.training.simulations
         )
         self.generator = np.random.default_rng((job.seed, _OWN_REQUESTS))
-        self.episode, self.best_episode, self.seconds = 0, 0, 0.0
+        self.episode = 0
+        self.best_episode = 0
+        self.seconds = 0.0
         self.rewards: list[float] = []
         self.latencies: list[float] = []
         self.best: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -324,7 +324,9 @@ class LengthForest:
     def __init__(
         self, labels: Sequence[str], tasks: Sequence[str], nodes: Mapping[str, npt.NDArray[Any]]
     ) -> None:
-        self.labels, self.tasks, self.nodes = tuple(labels), tuple(tasks), dict(nodes)
+        self.labels = tuple(labels)
+        self.tasks = tuple(tasks)
+        self.nodes = dict(nodes)
 
     @classmethod
     def grow(

@@ -121,7 +121,10 @@ class LengthStudy:
                     f"{scheme}: all {len(found)} training requests generated "
                     f"{ranges.names[found[0]]} tokens, in one bucket: there is nothing to learn"
                 )
-        self._buckets, self._described, self._options, self._out = buckets, described, options, out
+        self._buckets = buckets
+        self._described = described
+        self._options = options
+        self._out = out
         self._tasks = split.tasks
 
     def tasks(self) -> tuple[TaskScores, Prompts] | None:

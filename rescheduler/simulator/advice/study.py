@@ -64,7 +64,9 @@ class Study:
     ) -> None:
         self.capacities: dict[Clock, float] = {}
         self.cases: list[Case] = []
-        self._config, self._trace, self._step_time = config, trace, step_time
+        self._config = config
+        self._trace = trace
+        self._step_time = step_time
         self._sigma = sigma
         self._scenarios: list[Scenario] = []
         self._runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {}

@@ -39,7 +39,10 @@ class Engine:
         self, epoch: int = 1, max_tokens: int = MAX_TOKENS, instance: str = KEY.name
     ) -> None:
         self.instance = instance
-        self.epoch, self.seq, self.step, self.started = epoch, 0, 0, 0
+        self.epoch = epoch
+        self.seq = 0
+        self.step = 0
+        self.started = 0
         self.max_tokens = max_tokens
         self.running: dict[str, RequestForecast] = {}
         self.generated: dict[str, int] = {}

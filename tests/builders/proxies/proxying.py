@@ -83,7 +83,10 @@ class Served:
     def __init__(
         self, deployment: Deployment, config: Path, process: "subprocess.Popen[bytes]", log: Path
     ) -> None:
-        self.deployment, self.config, self.process, self.log = deployment, config, process, log
+        self.deployment = deployment
+        self.config = config
+        self.process = process
+        self.log = log
 
     def moves(self, request_id: str) -> int:
         """Return how often a request has moved, by what the proxy logged."""

@@ -185,7 +185,9 @@ class Served:
     """A request as an engine keeps it: what it has computed, and when its next token is due."""
 
     def __init__(self, arrival: float, prompt: int, output: int) -> None:
-        self.arrival, self.prompt, self.output = arrival, prompt, output
+        self.arrival = arrival
+        self.prompt = prompt
+        self.output = output
         self.computed = self.given = 0
 
     def waiting(self, now: float, ttft: float = 8.0, tpot: float = 4.0) -> Waiting:

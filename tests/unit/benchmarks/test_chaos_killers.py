@@ -26,8 +26,12 @@ class PlayedProxy:
 
     def __init__(self, logs: Path, engines: list[str], ends: dict[str, Any], status: int) -> None:
         self.logs = {name: logs / f"{name}.log" for name in ENGINES}
-        self._engines, self._ends, self._status = iter(engines), ends, status
-        self._left, self._killed, self._name = len(engines), asyncio.Event(), ""
+        self._engines = iter(engines)
+        self._ends = ends
+        self._status = status
+        self._left = len(engines)
+        self._killed = asyncio.Event()
+        self._name = ""
         self.dead: list[str] = []
         for log in self.logs.values():
             log.write_text("Received request cmpl-killer-0000 of an earlier time\n")

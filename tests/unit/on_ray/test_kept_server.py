@@ -50,7 +50,9 @@ class Actors:
     def __init__(
         self, process: ServerProcess, folder: Path, prepare: Callable[[], None] = lambda: None
     ) -> None:
-        self.process, self._prepare, self._file = process, prepare, folder / "past"
+        self.process = process
+        self._prepare = prepare
+        self._file = folder / "past"
         self.stopped = False
         self.begin()
 

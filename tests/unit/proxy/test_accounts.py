@@ -163,7 +163,9 @@ class TestService:
         self, table: Accounts, tokenizer: Tokenizer
     ) -> None:
         request = asked(table.named("a"), tokenizer, foreseen=200.0)
-        request.several, request.answers, request.max_tokens = True, 64, 4000
+        request.several = True
+        request.answers = 64
+        request.max_tokens = 4000
         begun(table, request)
         assert request.account.served == 30 + 64 * 2 * 200
         table.ended(request, by_itself=True)

@@ -235,7 +235,9 @@ def test_promised_requests_start_when_they_must(tokenizer: Tokenizer) -> None:
 
 def test_an_account_that_breaks_its_promises_is_led_by_them_no_more(tokenizer: Tokenizer) -> None:
     requests = [live_request(str(i), tokenizer) for i in range(2)]
-    requests[1].start_by, requests[1].finish_by, requests[1].promised_level = 0.0, 90.0, 0.9
+    requests[1].start_by = 0.0
+    requests[1].finish_by = 90.0
+    requests[1].promised_level = 0.9
     accounts = Accounts(AccountOptions())
     assert promised_first(requests, accounts, 10.0, 1e6) == requests[::-1]
     requests[1].account.strictness[0.9] = 1.5

@@ -17,7 +17,9 @@ async def asked(it: Cluster, **body: Any) -> tuple[int, bytes]:
 async def served_beside_a_killer(it: Cluster, others: int, **body: Any) -> None:
     """Refuse a request that kills, and serve all others that come with it."""
     for engine in it.decodes:
-        engine.kills, engine.kills_at, engine.token_seconds = "KILLS", 2, 0.01
+        engine.kills = "KILLS"
+        engine.kills_at = 2
+        engine.token_seconds = 0.01
     killer = asked(it, prompt=f"{PROMPT} KILLS", **body)
     innocent = [asked(it, prompt=f"{PROMPT} {i}", **body) for i in range(others)]
     refused, *answers = await asyncio.gather(killer, *innocent)
