@@ -49,7 +49,7 @@ class Accounts:
         keys: that engines have accepted.
         virtual_time: service that the account has had which is served now.
         mean_service: of a request that has ended, in prompt tokens: the median of the accounts'
-            means, which no single one of them sets.
+            means and of what is taken before any, which no single account sets.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class Accounts:
         if generated and not request.several:
             mean = service if account.mean_service is None else account.mean_service
             account.mean_service = mean + _LEARNS * (service - mean)
-            means = (one.mean_service for one in self._accounts.values())
-            self.mean_service = median([mean for mean in means if mean is not None])
+            means = [one.mean_service for one in self._accounts.values()]
+            self.mean_service = median([_FIRST_SERVICE, *(one for one in means if one is not None)])
 
     def charge_outgrown(self) -> None:
         """Charge, a few times a second, what has outlived its forecast with what it took so far."""
