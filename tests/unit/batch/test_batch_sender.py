@@ -213,7 +213,7 @@ async def test_a_request_that_ends_its_connection_each_time_is_given_up(
     async with server(answering) as url:
         assert await sent(asked(tmp_path, 401), url)
     assert errors(tmp_path) == {"n-1": 502}
-    assert 5 <= tries <= 6
+    assert 5 <= tries <= 10, "a break that may have come before it was sent does not count"
 
 
 LOST = {"error": {"message": "two engines", "type": "UnprocessableEntityError", "code": 422}}

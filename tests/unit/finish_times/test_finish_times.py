@@ -13,7 +13,7 @@ from rescheduler.finish_times.lengths import Arrivals, FirstTokens, LatelyEnded,
 from rescheduler.finish_times.promises import Promises
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Counted
+from rescheduler.placement.placeable import Counted, Placeable
 
 FLEET = Fleet(
     instances=2,
@@ -167,8 +167,8 @@ def test_lengths_are_learnt_with_those_that_were_cut() -> None:
     assert lengths.curves([cut], forecasts, steps)[0, [0, 2, 3]].tolist() == [1.0, 0.0, 0.0]
 
 
-def ended(name: str, tokens: int, most: int | None = None) -> Counted:
-    one = Counted(name, max_tokens=most)
+def ended(name: str, tokens: int, most: int | None = None) -> Placeable:
+    one = Placeable(name, max_tokens=most)
     one._generated = tokens
     return one
 
@@ -196,10 +196,10 @@ def test_an_answer_that_was_cut_says_only_that_answers_are_as_long() -> None:
 
     first = mean()
     for i in range(1_000):
-        forecasts.ended(ended(f"check-{i}", 1, most=1), by_itself=True)  # type: ignore[arg-type]
+        forecasts.ended(ended(f"check-{i}", 1, most=1), by_itself=True)
     assert mean() == first
     for i in range(1_000):
-        forecasts.ended(ended(f"r{i}", 600, most=600), by_itself=True)  # type: ignore[arg-type]
+        forecasts.ended(ended(f"r{i}", 600, most=600), by_itself=True)
     assert mean() > 1.5 * first, "they would have been longer than 600"
 
 

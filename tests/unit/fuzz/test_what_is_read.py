@@ -121,7 +121,6 @@ DECODERS = {
     "connector": section(connector_config, {"control": "tcp://127.0.0.1:1", "time_to_live": 15}),
     "report": coordinating(coordination.Report),
     "notice": coordinating(coordination.Notice),
-    "load": coordinating(coordination.Load),
 }
 
 
