@@ -168,7 +168,8 @@ def read_request(
     read, unread = _checked(body, _Read)
     tier, model = _ranked(body, read, unread, priority, ranks), _model(read, unread)
     chat = path == CHAT
-    direct, pinned = _direct(read, unread, body, chat), _pinned(read, body, chat)
+    prompts = 1 if chat else _number_of_prompts(body.get("prompt"))
+    direct, pinned = _direct(read, unread, body, prompts), _pinned(read, body, chat)
     interval = read.stream_interval or 1
     if interval > 1 and not direct and not pinned:
         del body["stream_interval"]  # the proxy joins the chunks of the engine
@@ -205,7 +206,7 @@ def read_request(
         progress=progress,
         direct=direct,
         pinned=pinned,
-        answers=_number_of_answers(read, body, chat),
+        answers=_number_of_answers(read, unread, prompts),
         stream_interval=max(1, interval),
         tools=chat and _is_given(body.get("tools")),
     )
@@ -463,7 +464,7 @@ def _read_apart(body: dict[str, Raw], kind: type[Fields]) -> tuple[Fields, list[
     return kind(**read), unread
 
 
-def _direct(read: _Read, unread: list[str], body: dict[str, Raw], chat: bool) -> str:
+def _direct(read: _Read, unread: list[str], body: dict[str, Raw], prompts: int) -> str:
     """Return what a request has that needs one engine for prefill and decoding, or ""."""
     if unread:
         return unread[0]
@@ -476,7 +477,7 @@ def _direct(read: _Read, unread: list[str], body: dict[str, Raw], chat: bool) ->
         "prompt_logprobs": read.prompt_logprobs is not None,
         "prompt_embeds": _is_given(body.get("prompt_embeds")),
         "suffix": _is_given(body.get("suffix")),
-        "prompt": not chat and _number_of_prompts(body.get("prompt")) != 1,
+        "prompt": prompts != 1,
     }
     return next((field for field, given in reasons.items() if given), "")
 
@@ -519,10 +520,11 @@ def _number_of_prompts(prompt: Raw | None) -> int:
         return 0
 
 
-def _number_of_answers(read: _Read, body: dict[str, Raw], chat: bool) -> int:
-    prompts = 1 if chat else _number_of_prompts(body.get("prompt"))
-    asked = max(read.n or 1, read.best_of or 1, 1) * max(prompts, 1)
-    return min(asked, MOST_ANSWERS)
+def _number_of_answers(read: _Read, unread: list[str], prompts: int) -> int:
+    """Return how many answers are asked for; the most where an engine may read what we do not."""
+    if "n" in unread or "best_of" in unread:
+        return MOST_ANSWERS
+    return min(max(read.n or 1, read.best_of or 1, 1) * max(prompts, 1), MOST_ANSWERS)
 
 
 def _first_of_list(value: Raw) -> bytes:

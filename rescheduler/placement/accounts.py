@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
-from statistics import median
+from statistics import median, median_low
 
 from rescheduler.engines.deployment import AccountOptions
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
@@ -151,7 +151,8 @@ class Accounts:
             mean = service if account.mean_service is None else account.mean_service
             account.mean_service = mean + _LEARNS * (service - mean)
             means = [one.mean_service for one in self._accounts.values()]
-            self.mean_service = median([_FIRST_SERVICE, *(one for one in means if one is not None)])
+            known = [one for one in means if one is not None]
+            self.mean_service = median_low([_FIRST_SERVICE, _FIRST_SERVICE, *known])
 
     def charge_outgrown(self) -> None:
         """Charge, a few times a second, what has outlived its forecast with what it took so far."""

@@ -249,7 +249,8 @@ class LiveRequest(Placeable):
             name=name,
             model=client.model,
             movable=client.movable,
-            several=client.direct in ("prompt", "n", "best_of")
+            several=client.answers > 1
+            or client.direct in ("prompt", "n", "best_of")
             or (bool(client.direct) and client.stream_interval > 1),
             answers=client.answers,
             arrived=arrived,

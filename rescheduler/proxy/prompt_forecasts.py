@@ -108,7 +108,7 @@ class PromptForecasts:
             self._lately[name] += seconds
             self._left -= seconds
         of_all = sum(self._lately.values())
-        most = self._lately[account] * len(self._lately) > of_all
+        most = self._lately[account] * max(len(self._lately), 2) > of_all
         return self._left <= (_BURST / 2 if most else 0.0) or (
             since is not None and now - since > _PATIENCE
         )

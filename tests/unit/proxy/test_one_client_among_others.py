@@ -1,6 +1,7 @@
 """What one client does, behind a real proxy and scripted engines, falls on that client alone."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,9 @@ from aiohttp import web
 from scripted_cluster import PROMPT, cluster, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
+
+from rescheduler.openai.openai_request import COMPLETIONS, MOST_ANSWERS
+from rescheduler.openai.request_reader import read_request
 
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
 
@@ -122,3 +126,20 @@ async def test_a_request_that_breaks_its_connection_breaks_few_of_others(
         await asyncio.gather(*(ask(others, n=2) for _ in range(60)))
         assert await ask(poison, prompt="POISON", n=2) >= 500
         assert BreaksConnections.asked <= 2 * it.proxy.deployment.proxy.attempts + 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "answers"),
+    [
+        ({"n": 3}, 3),
+        ({"n": "064"}, MOST_ANSWERS),
+        ({"n": "6_4"}, MOST_ANSWERS),
+        ({"prompt": ["a", "b"], "n": 2}, 4),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"n": 10**9}, MOST_ANSWERS),
+    ],
+)
+def test_each_answer_is_counted(fields: dict[str, Any], answers: int) -> None:
+    """Where an engine may read a number that the proxy does not, as many as there may be."""
+    assert read_request(COMPLETIONS, json.dumps({**BODY, **fields}).encode()).answers == answers

@@ -97,7 +97,7 @@ async def test_what_is_left_is_for_those_who_have_used_least() -> None:
     forecasts = Forecasts(of)
     await used(forecasts, 2, "hog")
     assert await forecasts.expected(asked(), "hog") is None
-    assert len(prompts) == 2, "it has used more than half of what may be saved up"
+    assert len(prompts) == 2, "it has used more than half of what may be saved up, though alone"
     await used(forecasts, 1, "other")
     assert len(prompts) == 3
     forecasts.close()
