@@ -18,7 +18,8 @@ from predictor.live.engine_forecasts import (
 )
 from predictor.live.telemetry_messages import Gauges
 from predictor.models.checkpoint import load_predictor
-from predictor.models.hidden_state_mlp import MEMORY, NO_REPETITION, repetition
+from predictor.models.hidden_state_mlp import NO_REPETITION
+from predictor.models.repetition import MEMORY, repetition
 
 
 class KnownForecasts(SchedulerPart):

@@ -145,7 +145,7 @@ class RowTable:
     def _repetition(self) -> FloatArray:
         """Return what `repetition` says of every row's answer but its newest token, [n_rows, 2]."""
         # A process that has imported numba starts no vLLM worker on a CPU.
-        from predictor.models.hidden_state_mlp import repetition
+        from predictor.models.repetition import repetition
 
         found = np.full((len(self), 2), np.nan, dtype=np.float32)
         order = np.argsort(self.request, kind="stable")

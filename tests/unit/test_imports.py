@@ -14,6 +14,8 @@ import predictor
 @pytest.mark.parametrize(
     ("loads", "costly"),
     [
+        # A worker that has llvmlite loaded ends as vLLM looks through all modules for its kernels.
+        ("import predictor.live.forecaster", {"vllm", "numba", "llvmlite"}),
         (
             "import data_collection, rescheduler, rescheduler.commands.command_line",
             {"vllm", "torch", "lightning", "nixl"},
@@ -32,7 +34,7 @@ import predictor
             {"opentelemetry.sdk"},
         ),
     ],
-    ids=["command", "routing", "collect", "replay", "picker", "no traces"],
+    ids=["worker", "command", "routing", "collect", "replay", "picker", "no traces"],
 )
 def test_a_command_starts_without_what_it_does_not_need(loads: str, costly: set[str]) -> None:
     program = f"import sys\n{loads}\nprint({costly!r} & set(sys.modules))"

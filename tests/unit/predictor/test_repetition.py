@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.models.hidden_state_mlp import NO_REPETITION, repetition
+from predictor.models.hidden_state_mlp import NO_REPETITION
+from predictor.models.repetition import repetition
 
 
 def spelled_out(answer: list[int]) -> tuple[float, float]:
