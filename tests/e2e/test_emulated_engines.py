@@ -100,7 +100,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 async def test_answers_are_their_scripts_through_hand_overs_and_preemptions(fleet: Fleet) -> None:
     before = preemptions(fleet.deployment)
     # Three times what the caches hold, so that requests are preempted and computed again.
-    await fleet.drained_while(drawn_load(1, 60, inf, PROMPTS, LAW), 1)
+    for seed in range(1, 4):  # how many run at a time is up to the machine as well
+        await fleet.drained_while(drawn_load(seed, 60, inf, PROMPTS, LAW), 1)
+        if preemptions(fleet.deployment) > before:
+            break
     assert preemptions(fleet.deployment) > before
 
 
