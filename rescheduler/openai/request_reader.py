@@ -511,20 +511,20 @@ def _prompt_ids(prompt: Raw | None) -> int | None:
 
 
 def _number_of_prompts(prompt: Raw | None) -> int:
-    """Return how many prompts there are; 0 of what is no list that can be read."""
+    """Return how many prompts there are; the most of what is no list that can be read."""
     if prompt is None or _first_of_list(prompt) in (b"", b"]", *_DIGITS):
         return 1
     try:
         return len(_prompts.decode(prompt))
     except msgspec.DecodeError:
-        return 0
+        return MOST_ANSWERS
 
 
 def _number_of_answers(read: _Read, unread: list[str], prompts: int) -> int:
     """Return how many answers are asked for; the most where an engine may read what we do not."""
     if "n" in unread or "best_of" in unread:
         return MOST_ANSWERS
-    return min(max(read.n or 1, read.best_of or 1, 1) * max(prompts, 1), MOST_ANSWERS)
+    return min(max(read.n or 1, read.best_of or 1, 1) * prompts, MOST_ANSWERS)
 
 
 def _first_of_list(value: Raw) -> bytes:

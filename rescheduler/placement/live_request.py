@@ -249,9 +249,7 @@ class LiveRequest(Placeable):
             name=name,
             model=client.model,
             movable=client.movable,
-            several=client.answers > 1
-            or client.direct in ("prompt", "n", "best_of")
-            or (bool(client.direct) and client.stream_interval > 1),
+            several=client.answers > 1 or (bool(client.direct) and client.stream_interval > 1),
             answers=client.answers,
             arrived=arrived,
         )

@@ -150,7 +150,6 @@ class ExpectedLengths:
             self._predictor = PromptPredictor.load(checkpoint)
         except ValueError as error:
             raise DeploymentError(f"prompt_checkpoint: {error}") from error
-        self._failed = False
         with suppress(ValueError):  # a folder of the engines' machines
             model = name_of(resolve_model(model))
         self._predictor.warn_of_other_model(model, logger)
@@ -158,20 +157,11 @@ class ExpectedLengths:
 
     def of(self, client: ClientRequest) -> int | None:
         """Return the tokens that an answer is expected to have; None if nothing is known."""
-        if client.direct:
+        prompt = prompt_text(client.body)
+        if prompt is None:
             return None
-        try:
-            prompt = prompt_text(client.body)
-            if prompt is None:
-                return None
-            most, asked = client.max_tokens, temperature(client.body)
-            expected = self._predictor.expected_tokens(prompt, most, asked)
-            return max(1, round(expected))
-        except Exception:
-            if not self._failed:
-                logger.exception("a prompt cannot be forecast; only the first one is shown")
-            self._failed = True
-            return None
+        most, asked = client.max_tokens, temperature(client.body)
+        return max(1, round(self._predictor.expected_tokens(prompt, most, asked)))
 
 
 def expected_lengths(deployment: Deployment) -> Callable[[ClientRequest], int | None] | None:
@@ -185,7 +175,7 @@ def expected_lengths(deployment: Deployment) -> Callable[[ClientRequest], int | 
     emulate = deployment.engine.emulate
     if emulate is not None and emulate.prompt_forecast is not None:
         prompts = EmulatedPrompts(emulate.lengths, emulate.prompt_forecast)
-        return lambda one: None if one.direct else prompts.expected_tokens(one.body, one.max_tokens)
+        return lambda client: prompts.expected_tokens(client.body, client.max_tokens)
     if deployment.prompt_checkpoint is not None:
         return ExpectedLengths(deployment.prompt_checkpoint, deployment.model).of
     return None

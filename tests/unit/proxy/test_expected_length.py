@@ -1,6 +1,8 @@
 """What the proxy expects of a request by its prompt, before anything of it is computed."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isnan
 from typing import Any
 
@@ -20,7 +22,7 @@ from rescheduler.openai.openai_request import (
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable
-from rescheduler.proxy.prompt_forecasts import ExpectedLengths
+from rescheduler.proxy.prompt_forecasts import ExpectedLengths, PromptForecasts
 
 
 def asked(path: str = COMPLETIONS, **fields: Any) -> ClientRequest:
@@ -111,26 +113,30 @@ class _Predictor:
         return 41.6
 
 
-def expected_by(predictor: _Predictor) -> ExpectedLengths:
+@contextmanager
+def forecasts_by(predictor: _Predictor) -> Iterator[PromptForecasts]:
     made = ExpectedLengths.__new__(ExpectedLengths)
-    made._predictor, made._failed = predictor, False  # type: ignore[assignment]
-    return made
+    made._predictor = predictor  # type: ignore[assignment]
+    forecasts = PromptForecasts(made.of)
+    yield forecasts
+    forecasts.close()
 
 
-def test_a_request_without_one_prompt_is_not_asked_about() -> None:
+async def test_a_request_without_one_prompt_is_not_asked_about() -> None:
     predictor = _Predictor()
-    expected = expected_by(predictor)
-    assert expected.of(asked(prompt="Why?", max_tokens=100, temperature=0.0)) == 42
-    assert predictor.asked == [("Why?", 100, 0.0)]
-    assert expected.of(asked(prompt=["a", "b"], max_tokens=100)) is None
-    assert expected.of(asked(prompt="Why?", n=3)) is None
-    assert len(predictor.asked) == 1
+    with forecasts_by(predictor) as forecasts:
+        asks = asked(prompt="Why?", max_tokens=100, temperature=0.0)
+        assert await forecasts.expected(asks) == 42
+        assert predictor.asked == [("Why?", 100, 0.0)]
+        assert await forecasts.expected(asked(prompt=["a", "b"], max_tokens=100)) is None
+        assert await forecasts.expected(asked(prompt="Why?", n=3)) is None
+        assert len(predictor.asked) == 1
 
 
-def test_a_predictor_that_fails_refuses_no_client(caplog: pytest.LogCaptureFixture) -> None:
-    expected = expected_by(_Predictor(fails=True))
-    for _ in range(3):
-        assert expected.of(asked(prompt="Why?")) is None
+async def test_a_predictor_that_fails_refuses_no_client(caplog: pytest.LogCaptureFixture) -> None:
+    with forecasts_by(_Predictor(fails=True)) as forecasts:
+        for _ in range(3):
+            assert await forecasts.expected(asked(prompt="Why?")) is None
     assert len(caplog.records) == 1
 
 
