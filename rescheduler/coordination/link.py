@@ -216,7 +216,7 @@ class Link:
         if handle is not None:
             del self._by_handle[handle]
             tokens = _tokens(request.generated_tokens)
-            self._ended.append(Ended(handle, by_itself, tokens, request.refused))
+            self._ended.append(Ended(handle, by_itself, tokens, request.refused, request.counted))
             self._wake()
 
     def failed(self, instance: InstanceState, certain: bool) -> None:

@@ -111,12 +111,17 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A request that is over; by itself: no client or fault cut it, so its length tells."""
+    """A request that is over; by itself: no client or fault cut it, so its length tells.
+
+    Attributes:
+        counted: as of `Placeable`.
+    """
 
     handle: Count
     by_itself: bool
     generated_tokens: Tokens
     refused: bool = False
+    counted: Annotated[float, msgspec.Meta(ge=0, le=MOST)] | None = None
 
 
 class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):

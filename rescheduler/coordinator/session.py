@@ -495,7 +495,7 @@ class Session:
         if mirror is not None:
             # Of an answer that comes as a whole only its engine knows, by telemetry.
             mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
-            mirror.refused = ended.refused
+            mirror.refused, mirror.counted = ended.refused, ended.counted
             possible = mirror.generated_tokens <= self._longest
             self._forget(mirror, ended.by_itself and possible)
 

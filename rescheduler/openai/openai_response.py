@@ -1,12 +1,17 @@
 """A whole answer, collected from the chunks of a stream."""
 
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from data_collection.capture.requests import WHOLE_ANSWER
-from rescheduler.openai.openai_request import ClientRequest, RequestRefusedError
+from rescheduler.openai.openai_request import (
+    MOST_ANSWERS,
+    MOST_TOKENS,
+    ClientRequest,
+    RequestRefusedError,
+)
 
 # What a stream leaves out and a whole answer of vLLM's has, null where nobody asked for it.
 _OF_ANSWER = dict.fromkeys(
@@ -119,3 +124,36 @@ class ResponseCollector:
             lengths = map(len, logprobs.get("tokens", ()))
             logprobs["text_offset"] = list(accumulate(lengths, initial=0))[:-1]
         return logprobs
+
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS * MOST_ANSWERS)]
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Tokens | None = None
+    completion_tokens: _Tokens | None = None
+    input_tokens: _Tokens | None = None
+    output_tokens: _Tokens | None = None
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_counted = msgspec.json.Decoder(_Counted)
+
+
+def read_usage(document: bytes | bytearray) -> tuple[int, int] | None:
+    """Return the prompt and output tokens that an answer of any endpoint says; None: it does not.
+
+    They are of all its prompts and answers together.
+    """
+    try:
+        usage = _counted.decode(document).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if usage is None:
+        return None
+    prompt = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+    output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+    return None if prompt is None else (prompt, output or 0)

@@ -123,6 +123,7 @@ class _ReadForwarded(msgspec.Struct):
     max_output_tokens: Integer | None = None
     background: bool | None = False
     previous_response_id: str | None = None
+    n: Integer | None = 1
     service_tier: str | None = None
 
 
@@ -136,6 +137,21 @@ class _Part(msgspec.Struct):
 class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
 
+
+_OF_ITEMS = (
+    "messages",
+    "input",
+    "inputs",
+    "texts",
+    "documents",
+    "items",
+    "queries",
+    "text_1",
+    "text_2",
+    "data_1",
+    "data_2",
+)
+"""Lists of what the endpoints of `FORWARDED` embed, classify or score one by one."""
 
 _large = msgspec.json.Decoder(
     msgspec.defstruct("_Large", [(name, Raw, Raw(b"null")) for name in _LARGE])
@@ -206,7 +222,7 @@ def read_request(
         progress=progress,
         direct=direct,
         pinned=pinned,
-        answers=_number_of_answers(read, unread, prompts),
+        answers=_number_of_answers(max(read.n or 1, read.best_of or 1), unread, prompts),
         stream_interval=max(1, interval),
         tools=chat and _is_given(body.get("tools")),
     )
@@ -246,6 +262,7 @@ def read_forwarded(
         max_tokens=_if_positive(read.max_output_tokens or read.max_tokens),
         tier=tier,
         direct="path",
+        answers=_number_of_answers(read.n, unread, _number_of_items(body)),
     )
 
 
@@ -520,11 +537,22 @@ def _number_of_prompts(prompt: Raw | None) -> int:
         return MOST_ANSWERS
 
 
-def _number_of_answers(read: _Read, unread: list[str], prompts: int) -> int:
+def _number_of_items(body: dict[str, Raw]) -> int:
+    """Return how many conversations, texts or pairs a request of `FORWARDED` is about."""
+    given = [(name, body[name]) for name in _OF_ITEMS if name in body]
+    lists = [
+        value
+        for name, value in given
+        if name not in ("messages", "input") or _first_of_list(value) != b"{"  # a conversation
+    ]
+    return max(map(_number_of_prompts, lists), default=1)
+
+
+def _number_of_answers(each: int | None, unread: list[str], prompts: int) -> int:
     """Return how many answers are asked for; the most where an engine may read what we do not."""
     if "n" in unread or "best_of" in unread:
         return MOST_ANSWERS
-    return min(max(read.n or 1, read.best_of or 1, 1) * prompts, MOST_ANSWERS)
+    return min(max(each or 1, 1) * max(prompts, 1), MOST_ANSWERS)
 
 
 def _first_of_list(value: Raw) -> bytes:

@@ -47,7 +47,7 @@ class Accounts:
 
     Attributes:
         keys: that engines have accepted.
-        virtual_time: service that the account has had which is served now.
+        virtual_time: most service that an account had had as it got a place.
         mean_service: of a request that has ended, in prompt tokens: the median of the accounts'
             means and of what is taken before any, which no single account sets.
     """
@@ -116,23 +116,25 @@ class Accounts:
             if account.waiting == 0:
                 del self._waiting[account]
 
+    def passed_over(self, requests: Iterable[Placeable]) -> None:
+        """Note that others got places for which these do not fit: they have no claim to those."""
+        for request in requests:
+            request.account.lift(self.virtual_time)
+
     def placed(self, request: Placeable) -> None:
         """Charge a request that gets a place, with what it is expected to take."""
         charges = request.account.charges
-        if request not in charges and self._waiting:
-            # One that is ahead for what it runs is not served now, however little has ended of it.
-            served = request.account.served
-            behind = [one.settled for one in self._waiting if one.served <= served]
-            self.virtual_time = max(self.virtual_time, min(behind, default=0.0))
+        if request not in charges:
+            self.virtual_time = max(self.virtual_time, request.account.settled)
         left = max(corrected(request, request.foreseen_tokens) - request.generated_tokens, 0.0)
         charges[request] = self.service(request, left * request.answers)
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
         """Charge a request that has ended with what it took.
 
-        Of an answer that was not read token by token that is at least what was expected. One that
-        an engine refused has had a place as any other: otherwise whoever is refused would always be
-        the one that has had least.
+        Of an answer that was not read token by token that is what its engine has counted, or at
+        least what was expected. One that an engine refused has had a place as any other: otherwise
+        whoever is refused would always be the one that has had least.
         """
         account, charged = request.account, request.account.charges.get(request)
         account.unfinished -= 1
@@ -142,7 +144,9 @@ class Accounts:
         if charged is None:
             return
         service = self.service(request)
-        if request.several or not generated:
+        if request.counted is not None:
+            service = request.counted
+        elif request.several or not generated:
             service = max(service, charged)
         if request.refused:
             service = max(self.service(request), self.mean_service)

@@ -249,6 +249,7 @@ class LiveRequest(Placeable):
             name=name,
             model=client.model,
             movable=client.movable,
+            prompt_is_known=client.prompt_ids is not None,
             several=client.answers > 1 or (bool(client.direct) and client.stream_interval > 1),
             answers=client.answers,
             arrived=arrived,

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
+from rescheduler.ordering.fairness import OUTPUT_WEIGHT
 from rescheduler.placement.account import Account
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.tracing.span import Attribute
@@ -125,6 +126,7 @@ class Placeable(Counted):
         account: whom it is for.
         refused: an engine has refused it, as invalid or not allowed.
         foreseen_tokens: that it was expected to generate when it was last ordered; 0 before.
+        counted: service that its engine has counted at its end; None if it has not.
     """
 
     id: str = ""
@@ -146,6 +148,7 @@ class Placeable(Counted):
     account: Account = field(default_factory=partial(Account, ""))
     refused: bool = False
     foreseen_tokens: float = 0.0
+    counted: float | None = None
     _rests_until: float = 0.0
 
     def rests(self, now: float) -> bool:
@@ -194,6 +197,11 @@ class Placeable(Counted):
         if not self.several:
             self.prompt_tokens, self.prompt_is_known = prompt_tokens, True
             self._generated = max(self._generated, generated_tokens)
+
+    def was_counted(self, prompt_tokens: int, generated_tokens: int) -> None:
+        """Note what its engine says in its answer, of all prompts and answers together."""
+        self.reported(prompt_tokens, generated_tokens)
+        self.counted = prompt_tokens + OUTPUT_WEIGHT * generated_tokens
 
 
 _KEPT_MOVES = 50

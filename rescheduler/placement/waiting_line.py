@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
@@ -225,8 +225,6 @@ _LOOKED_AT = 64
 
 _STEPS_AHEAD = (0, *(2**i for i in range(4, 14)))
 
-P = TypeVar("P", bound=InstanceState | None)
-
 
 def has_leftover(view: ClusterView, options: BackgroundOptions) -> npt.NDArray[np.bool_]:
     r"""Return which instances have room for the first waiting request of a view, [n_instances].
@@ -391,8 +389,17 @@ class Background(Generic[R]):
         self.wake(_LOOK_SECONDS)
 
     def _give_decode_places(self) -> None:
-        while not self._others_wait() and any(map(self._decode, self._firsts(self.for_decode))):
+        while not self._others_wait() and self._give_one(self._decode, self.for_decode):
             pass
+
+    def _give_one(self, takes: Callable[[R], bool], pool: Mapping[R, asyncio.Future[Any]]) -> bool:
+        """Give the first that fits a place; return whether there is one."""
+        firsts = self._firsts(pool)
+        for i, request in enumerate(firsts):
+            if takes(request):
+                self._accounts.passed_over(firsts[:i])
+                return True
+        return False
 
     def _decode(self, request: R) -> bool:
         """Give a request a decode instance; return whether it waits no more."""
@@ -406,7 +413,7 @@ class Background(Generic[R]):
         return request not in self.for_decode
 
     def _give_prefill_places(self) -> None:
-        while not self._others_wait() and any(map(self._prefill, self._firsts(self.for_prefill))):
+        while not self._others_wait() and self._give_one(self._prefill, self.for_prefill):
             pass
 
     def _prefill(self, request: R) -> bool:
@@ -425,7 +432,7 @@ class Background(Generic[R]):
                 self.for_prefill.pop(request).set_result(idle[0])
         return request not in self.for_prefill
 
-    def _firsts(self, pool: dict[R, asyncio.Future[P]]) -> list[R]:
+    def _firsts(self, pool: Mapping[R, asyncio.Future[Any]]) -> list[R]:
         """Return the first request of each account: one without room holds back no other client."""
         waiting = [request for request, place in pool.items() if not place.done()]
         if self._line is not None and len(waiting) > 1:

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from rescheduler.openai.openai_request import ALWAYS_STREAM, EngineBodies
+from rescheduler.openai.openai_response import read_usage
 from rescheduler.openai.openai_stream import EventReader, event, read_signs
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
@@ -131,7 +132,7 @@ class PassThrough:
             await opening() as response,
         ):
             if response.content_type != _EVENTS:
-                return await self._document(wait, response, answer)
+                return await self._document(request, wait, response, answer)
             failed = await self._relay(request, instance, response, wait, answer)
         ended = await answer.end()
         if failed:
@@ -200,10 +201,14 @@ class PassThrough:
             self._watch.over(request, instance, patience, streams=False) as wait,
             await opening() as response,
         ):
-            return await self._document(wait, response, answer)
+            return await self._document(request, wait, response, answer)
 
     async def _document(
-        self, wait: Wait, response: aiohttp.ClientResponse, answer: ClientAnswer
+        self,
+        request: LiveRequest,
+        wait: Wait,
+        response: aiohttp.ClientResponse,
+        answer: ClientAnswer,
     ) -> web.StreamResponse:
         """Hand on a document: as a whole if it is not too large to be kept until then.
 
@@ -228,6 +233,9 @@ class PassThrough:
         with wait.writing():
             if answer.has_content:
                 return await answer.end()
+            usage = read_usage(held)
+            if usage is not None:
+                request.was_counted(*usage)
             if answer.begun:  # comments have begun a stream, which the engine did not give
                 await answer.write(event(bytes(held)))
                 return await answer.end()

@@ -15,7 +15,8 @@ from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from rescheduler.openai.openai_request import COMPLETIONS, MOST_ANSWERS
-from rescheduler.openai.request_reader import read_request
+from rescheduler.openai.request_reader import read_forwarded, read_request
+from rescheduler.placement.placeable import Placeable
 
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
 
@@ -143,3 +144,106 @@ async def test_a_request_that_breaks_its_connection_breaks_few_of_others(
 def test_each_answer_is_counted(fields: dict[str, Any], answers: int) -> None:
     """Where an engine may read a number that the proxy does not, as many as there may be."""
     assert read_request(COMPLETIONS, json.dumps({**BODY, **fields}).encode()).answers == answers
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "answers"),
+    [
+        ("/v1/chat/completions/batch", {"messages": [[{"content": "a"}]] * 5, "n": 2}, 10),
+        ("/v1/chat/completions/batch", {"messages": [[]], "n": "6_4"}, MOST_ANSWERS),
+        ("/v1/embeddings", {"input": ["a", "b", "c"]}, 3),
+        ("/v1/embeddings", {"input": "a, b"}, 1),
+        ("/v1/embeddings", {"input": [1, 2, 3]}, 1),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 4}, 1),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}] * 4}, 1),
+        ("/rerank", {"query": "a", "documents": [{"text": "b"}] * 7}, 7),
+        ("/score", {"text_1": [], "text_2": ["a", "b"]}, 2),
+        ("/generative_scoring", {"query": "a", "items": [[1], [2]]}, 2),
+    ],
+)
+def test_each_item_of_a_forwarded_request_is_counted(
+    path: str, fields: dict[str, Any], answers: int
+) -> None:
+    body = json.dumps({"model": "m", **fields}).encode()
+    assert read_forwarded(path, body).answers == answers
+
+
+class Counts(ScriptedEngine):
+    """Answers as a whole, and says what it took."""
+
+    usage: dict[str, Any] | None = None
+
+    async def _respond(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": [], "usage": self.usage})
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        return await self._respond(http)
+
+
+@pytest.mark.parametrize(
+    ("path", "usage", "service"),
+    [
+        ("/v1/completions", {"prompt_tokens": 9, "completion_tokens": 4000}, 8009),
+        ("/v1/chat/completions/batch", {"prompt_tokens": 90, "completion_tokens": 50_000}, 100_090),
+        ("/v1/messages", {"input_tokens": 9, "output_tokens": 700}, 1409),
+        ("/v1/embeddings", {"prompt_tokens": 9000, "completion_tokens": None}, 9000),
+    ],
+)
+async def test_an_answer_that_comes_whole_costs_what_its_engine_counted(
+    tokenizer: Tokenizer, path: str, usage: dict[str, Any], service: float
+) -> None:
+    async with cluster(tokenizer, 1, kind=Counts) as it:
+        it.decodes[0].usage = usage  # type: ignore[attr-defined]
+        body = {**BODY, "n": 2, "messages": [], "input": "a"}
+        status, _, _ = await it.post(body, path)
+        assert status == 200
+        assert it.proxy.cluster.accounts.named("127.0.0.1").served == service
+
+
+@pytest.mark.parametrize(
+    "usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": 2**60}, {"prompt_tokens": "9"}, []]
+)
+async def test_counts_that_cannot_be_are_not_believed(tokenizer: Tokenizer, usage: Any) -> None:
+    async with cluster(tokenizer, 1, kind=Counts) as it:
+        it.decodes[0].usage = usage  # type: ignore[attr-defined]
+        status, answer, _ = await it.post({**BODY, "n": 2})
+        assert (status, answer["usage"]) == (200, usage)
+        assert 0 < it.proxy.cluster.accounts.named("127.0.0.1").served < 10_000
+
+
+async def test_a_prompt_of_token_ids_costs_its_length_from_the_start(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, 1) as it:
+        placed: list[Placeable] = []
+        accounts = it.proxy.cluster.accounts
+        asking = asyncio.create_task(it.post({**BODY, "prompt": [1] * 14_000, "n": 2}))
+        await until(lambda: bool(placed.extend(accounts.named("127.0.0.1").charges) or placed))
+        assert accounts.named("127.0.0.1").served >= 14_000
+        asking.cancel()
+
+
+async def test_one_that_never_fits_gives_nobody_a_claim(tokenizer: Tokenizer) -> None:
+    """Neither its own account nor one that is new to the tier."""
+    order = {"name": "fcfs", "fairness": 1.0}
+    async with (
+        cluster(tokenizer, 1, order=order) as it,
+        client(it.url, "127.0.0.2") as large,
+        client(it.url, "127.0.0.3") as batch,
+        client(it.url, "127.0.0.4") as online,
+    ):
+        for engine in it.engines.values():
+            engine.says = {"max_num_seqs": 16, "max_model_len": 15_000}
+        await until(lambda: it.proxy.cluster.decodes[0].slots == 16)
+        it.decodes[0].token_seconds = 0.02
+        running = asyncio.create_task(ask(online, max_tokens=900))
+        waits = asyncio.create_task(ask(large, prompt="x" * 300_000, service_tier="flex"))
+        dispatcher = it.proxy.cluster.dispatcher
+        await until(lambda: dispatcher.waiting_in_background == 1)
+        for _ in range(6):
+            assert await ask(batch, service_tier="flex") == 200
+        tier = dispatcher.background_accounts
+        had = tier.named("127.0.0.3").served
+        assert tier.virtual_time > had / 2
+        assert tier.named("127.0.0.2").served > had / 2
+        assert not running.done() and not waits.done()
+        running.cancel()
+        waits.cancel()
