@@ -1,4 +1,7 @@
-"""A deployment that the tests of a session share: one prefill and two decode engines."""
+"""A deployment that the tests of this folder share: one prefill and two decode engines.
+
+It ends with the last of them: the engines of other tests need its memory.
+"""
 
 from collections.abc import Iterator
 
@@ -13,14 +16,14 @@ from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment, write_deployment
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def collector() -> Iterator[Collector]:
     """What the engines send their spans to, and a proxy if a test has it do so."""
     with http_collector() as listening:
         yield listening
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def deployment(
     tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[RunningDeployment]:
@@ -42,7 +45,7 @@ def deployment(
         yield RunningDeployment(config_path, described, running)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def on_engines(deployment: RunningDeployment) -> Run:
     """Run a coroutine on the decode engines, and see that they hold nothing afterwards."""
     return runner_on(deployment.deployment.decode)
