@@ -161,6 +161,7 @@ _messages = msgspec.json.Decoder(list[_Message])
 _prompts = msgspec.json.Decoder(list[Raw])
 _NOTHING = (b"null", b"[]", b'""')
 _TRUE = (b"1.0", b"on", b"t", b"y", b"yes")  # further words of pydantic's for it
+_MOST_DECODED = 256 << 10  # bytes of a list of prompts
 _DIGITS = tuple(b"%d" % digit for digit in range(10))
 
 
@@ -531,6 +532,9 @@ def _number_of_prompts(prompt: Raw | None) -> int:
     """Return how many prompts there are; the most of what is no list that can be read."""
     if prompt is None or _first_of_list(prompt) in (b"", b"]", *_DIGITS):
         return 1
+    if len(prompt) > _MOST_DECODED:  # it could be of millions: not more than it has of either
+        raw = bytes(prompt)
+        return max(raw.count(b'"') // 2, raw.count(b"[") - 1, 1)
     try:
         return len(_prompts.decode(prompt))
     except msgspec.DecodeError:

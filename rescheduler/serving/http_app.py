@@ -32,6 +32,7 @@ from rescheduler.proxy.finish_reports import FinishReports, refuse_promises
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.proxy.token_relay import ClientAnswer, ClientGoneError
 from rescheduler.serving.connection import AllowedOrigins, answer_errors, monitoring_routes
+from rescheduler.serving.turnstile import Turnstile
 
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
@@ -143,6 +144,7 @@ class _Endpoints:
         self._proxy, self._options = proxy, proxy.deployment.proxy
         options = self._options
         self._ranks = proxy.deployment.schedules_by_priority
+        self._turnstile = Turnstile()
         self._memory = BodyMemory(options.largest_body_mb, options.bodies_mb, CLIENTS_SHARE)
 
     async def close_when_ending(self, http: web.Request, response: web.StreamResponse) -> None:
@@ -158,6 +160,7 @@ class _Endpoints:
                 raise RequestRefusedError(503, "the service is shutting down", retry_after=1)
             peer = http.transport.get_extra_info("peername") if http.transport else None
             address = client_of(peer)
+            await self._turnstile.enter()
             account = self._proxy.cluster.accounts.of(address, http.headers)
             self._proxy.cluster.dispatcher.admit(account)
             with self._memory.kept(address, http.content_length) as kept:

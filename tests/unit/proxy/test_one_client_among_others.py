@@ -138,6 +138,8 @@ async def test_a_request_that_breaks_its_connection_breaks_few_of_others(
         ({"prompt": ["a", "b"], "n": 2}, 4),
         ({"prompt": [1, 2, 3]}, 1),
         ({"prompt": [[1, 2], [3]]}, 2),
+        ({"prompt": ["x" * 300_000, "y" * 300_000]}, 2),
+        ({"prompt": [[1] * 100_000, [2] * 100_000, [3]]}, 3),
         ({"n": 10**9}, MOST_ANSWERS),
     ],
 )

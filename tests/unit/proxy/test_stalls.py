@@ -78,6 +78,8 @@ def worst_bodies(path: str) -> Iterator[tuple[str, bytes]]:
     yield asks("token ids", prompt=[31_530] * 4_000)
     yield asks("most token ids", prompt=[7] * 1_500_000)
     yield asks("prompts", prompt=["a"] * 100_000)
+    yield asks("most prompts", prompt=[""] * 1_800_000)
+    yield asks("most items", input=[""] * 900_000, documents=[[]] * 900_000)
     yield asks("choices", n=1_000, **said)
     yield asks("stops", stop=["never"] * 64, stream=True, **said)
     yield asks("long stops", stop=["n" * 250] * 64, stream=True, **said)

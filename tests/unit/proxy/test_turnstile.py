@@ -1,0 +1,47 @@
+"""A burst is let in a few at a time, in order, and nobody is lost."""
+
+import asyncio
+
+from rescheduler.serving.turnstile import Turnstile
+
+
+async def test_a_burst_is_let_in_a_few_at_a_turn_in_its_order() -> None:
+    turnstile, entered, loop = Turnstile(), list[int](), asyncio.get_running_loop()
+    sizes, before = list[int](), 0
+
+    async def enter(i: int) -> None:
+        await turnstile.enter()
+        entered.append(i)
+
+    def look() -> None:
+        nonlocal before
+        sizes.append(len(entered) - before)
+        before = len(entered)
+        loop.call_soon(look)
+
+    loop.call_soon(look)
+    await asyncio.gather(*(enter(i) for i in range(200)))
+    assert entered == list(range(200))
+    assert max(sizes) <= 32, "so that others have their turn between them"
+
+
+async def test_who_leaves_holds_back_nobody() -> None:
+    turnstile = Turnstile()
+    tasks = [asyncio.create_task(turnstile.enter()) for _ in range(100)]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(turnstile.enter() for _ in range(100)))
+
+
+async def test_one_alone_does_not_wait() -> None:
+    turnstile = Turnstile()
+    for _ in range(5):
+        entering = turnstile.enter()
+        try:
+            entering.send(None)
+        except StopIteration:
+            continue
+        raise AssertionError("it waits though nobody else came")
