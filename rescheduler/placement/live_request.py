@@ -250,7 +250,7 @@ class LiveRequest(Placeable):
             model=client.model,
             movable=client.movable,
             prompt_is_known=client.prompt_ids is not None,
-            several=client.answers > 1 or (bool(client.direct) and client.stream_interval > 1),
+            several=client.answers > 1 or (not client.movable and client.stream_interval > 1),
             answers=client.answers,
             arrived=arrived,
         )

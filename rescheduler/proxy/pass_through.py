@@ -29,6 +29,7 @@ _KEYED = "/v1/"
 """Paths for which engines ask for a key; others they answer to anybody."""
 
 _EVENTS = "text/event-stream"
+_LONG_ANSWER = 4_096  # tokens, where the client gives no limit
 _HELD_BYTES = 8 << 20
 """Of an answer, until its client gets it: what fails before can start again elsewhere."""
 
@@ -55,7 +56,7 @@ class PassThrough:
     ) -> None:
         self._seen = seen
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
-        self._keys = cluster.accounts.keys
+        self._accounts = cluster.accounts
         self._bodies = bodies
         self._outliers = outliers
         self._watch = watch
@@ -120,7 +121,7 @@ class PassThrough:
         response = await self._upstream.open(instance.instance, path, body, headers)
         request.accepted()
         if path.startswith(_KEYED):
-            self._keys.served(request.headers)
+            self._accounts.keys.served(request.headers)
         return response
 
     async def _stream(
@@ -133,7 +134,10 @@ class PassThrough:
         ):
             if response.content_type != _EVENTS:
                 return await self._document(request, wait, response, answer)
-            failed = await self._relay(request, instance, response, wait, answer)
+            try:
+                failed = await self._relay(request, instance, response, wait, answer)
+            finally:
+                self._count_chunks(request)
         ended = await answer.end()
         if failed:
             raise UpstreamError(instance.instance, "its stream ends with an error", answered=True)
@@ -191,6 +195,14 @@ class PassThrough:
         if not ended and not failed and request.client.path in ALWAYS_STREAM:
             raise UpstreamError(instance.instance, "its stream ended before the request")
         return failed
+
+    def _count_chunks(self, request: LiveRequest) -> None:
+        """Count a stream of several tokens a chunk as what its chunks may have held."""
+        client, chunks = request.client, request.generated_tokens
+        if client.stream_interval > 1:
+            most = (client.max_tokens or _LONG_ANSWER) * client.answers
+            more = min(chunks * client.stream_interval, max(most, chunks)) - chunks
+            request.counted = self._accounts.service(request, more)
 
     async def _whole(
         self, request: LiveRequest, instance: InstanceState, opening: Opening, answer: ClientAnswer

@@ -202,6 +202,22 @@ async def test_an_answer_that_comes_whole_costs_what_its_engine_counted(
         assert it.proxy.cluster.accounts.named("127.0.0.1").served == service
 
 
+@pytest.mark.parametrize(("interval", "most"), [(100, 900), (10**12, 900), (100, None)])
+async def test_chunks_of_several_tokens_cost_what_they_may_hold(
+    tokenizer: Tokenizer, interval: int, most: int | None
+) -> None:
+    """Else an answer of thousands of tokens would cost as many as it has chunks."""
+    async with cluster(tokenizer, 1) as it:
+        it.decodes[0].token_seconds = 0.001
+        body = {**BODY, "n": 2, "stream": True, "stream_interval": interval, "max_tokens": most}
+        async with it.session.post(it.url + "/v1/completions", json=body) as response:
+            for _ in range(20):
+                await response.content.readline()
+        await until(lambda: not it.proxy.cluster.accounts.named("127.0.0.1").charges)
+        served = it.proxy.cluster.accounts.named("127.0.0.1").served
+        assert 2 * 100 < served <= 2 * 2 * (most or 4_096) + 100
+
+
 @pytest.mark.parametrize(
     "usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": 2**60}, {"prompt_tokens": "9"}, []]
 )
