@@ -56,7 +56,7 @@ class PassThrough:
     ) -> None:
         self._seen = seen
         self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
-        self._accounts = cluster.accounts
+        self._accounts, self._step = cluster.accounts, cluster.step
         self._bodies = bodies
         self._outliers = outliers
         self._watch = watch
@@ -198,22 +198,33 @@ class PassThrough:
 
     def _count_chunks(self, request: LiveRequest) -> None:
         """Count a stream of several tokens a chunk as what its chunks may have held."""
-        client, chunks = request.client, request.generated_tokens
-        if client.stream_interval > 1:
-            most = (client.max_tokens or _LONG_ANSWER) * client.answers
-            more = min(chunks * client.stream_interval, max(most, chunks)) - chunks
-            request.counted = self._accounts.service(request, more)
+        interval = request.client.stream_interval
+        if interval > 1:
+            self._count(request, float(request.generated_tokens) * interval)
+
+    def _count(self, request: LiveRequest, generated: float) -> None:
+        """Charge a request for as many tokens, but no more than its client allows."""
+        counted, client = request.generated_tokens, request.client
+        most = (client.max_tokens or _LONG_ANSWER) * client.answers
+        more = max(min(generated, most) - counted, 0.0)
+        request.counted = self._accounts.service(request, more)
 
     async def _whole(
         self, request: LiveRequest, instance: InstanceState, opening: Opening, answer: ClientAnswer
     ) -> web.StreamResponse:
         """Hand on an answer that comes as a whole, as late as it likes while its engine has it."""
-        patience = self._options.first_token_seconds
-        async with (
-            self._watch.over(request, instance, patience, streams=False) as wait,
-            await opening() as response,
-        ):
-            return await self._document(request, wait, response, answer)
+        patience, clock = self._options.first_token_seconds, asyncio.get_running_loop().time
+        began = clock()
+        try:
+            async with (
+                self._watch.over(request, instance, patience, streams=False) as wait,
+                await opening() as response,
+            ):
+                return await self._document(request, wait, response, answer)
+        finally:
+            if request.counted is None:  # such as of a client that has left
+                steps = (clock() - began) / self._step.seconds
+                self._count(request, steps * request.answers)
 
     async def _document(
         self,

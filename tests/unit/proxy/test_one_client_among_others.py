@@ -218,6 +218,26 @@ async def test_chunks_of_several_tokens_cost_what_they_may_hold(
         assert 2 * 100 < served <= 2 * 2 * (most or 4_096) + 100
 
 
+class NeverEnds(ScriptedEngine):
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+
+async def test_who_leaves_before_the_end_pays_for_what_was_computed(tokenizer: Tokenizer) -> None:
+    """Sixty-four answers to a prompt that looks like a short one, and none of them read."""
+    async with cluster(tokenizer, 1, kind=NeverEnds) as it:
+        cluster_of = it.proxy.cluster
+        cluster_of.step.seconds = 0.001
+        account = cluster_of.accounts.named("127.0.0.1")
+        asking = asyncio.create_task(it.post({**BODY, "n": 64, "max_tokens": 2000}))
+        await until(lambda: bool(account.charges))
+        await asyncio.sleep(0.3)
+        asking.cancel()
+        await until(lambda: not account.charges)
+        assert account.served > 2 * 64 * 200
+
+
 @pytest.mark.parametrize(
     "usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": 2**60}, {"prompt_tokens": "9"}, []]
 )
