@@ -55,7 +55,8 @@ def posterior_survival(
     weight = prior * (np.diff(up_to, axis=1) / widths + 1e-12)
     weight /= weight.sum(axis=1, keepdims=True)
     reached = np.c_[np.zeros(len(n)), np.cumsum(weight, axis=1)]
-    return np.array([1.0 - np.interp(edges, ends, row, left=0.0, right=1.0) for row in reached])
+    below_edge = [np.interp(edges, ends, row, left=0.0, right=1.0) for row in reached]
+    return np.clip(1.0 - np.array(below_edge), 0.0, 1.0)  # a sum of shares may exceed 1
 
 
 _PROMPT_POINTS = 96

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_collection.capture.capture_hook import CapturedRows
+from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.engine_forecasts import FORECASTS_ATTRIBUTE, EngineForecasts
 from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality
 from rescheduler.emulation.length_posterior import (
@@ -184,3 +185,13 @@ def test_a_prompt_without_a_length_has_no_forecast(value: object) -> None:
     prompts = EmulatedPrompts(LAW, ForecastQuality())
     assert prompts.expected_tokens(body(vllm_xargs=value), None) is None
     assert prompts.expected_tokens({}, None) is None
+
+
+def test_every_curve_can_be_read() -> None:
+    """A sum of shares may exceed 1 by rounding: no survival is below 0 for that."""
+    law = AnswerLengths()
+    edges, random = forecast_edges(law), np.random.default_rng(0)
+    generated = [671, *random.integers(0, 8000, 2000).tolist()]
+    observed = [4.863098951992617, *random.normal(5.0, 2.0, 2000).tolist()]
+    for sigma in (0.5, 1.0):
+        SurvivalForecast.new(edges, posterior_survival(law, sigma, generated, observed, edges))
