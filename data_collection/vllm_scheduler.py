@@ -40,6 +40,9 @@ class SchedulerPart:
         """Return how many of a request's tokens may be computed in this step; 0: it waits."""
         return tokens
 
+    def preempted(self, request: Request) -> None:
+        """Look at a request that has just been preempted."""
+
     def scheduled(self, output: SchedulerOutput, prefills_throttled: bool) -> None:
         """Look at a step that was scheduled, or add to it for the workers."""
 
@@ -132,6 +135,11 @@ class HeadwayScheduler(Scheduler):  # type: ignore[misc]
         for part in self._limiting:
             tokens = part.most_tokens(request, tokens)
         return tokens
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        for part in self._parts:
+            part.preempted(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._ended.append(finished_request(request))

@@ -10,7 +10,7 @@ Config = TypeVar("Config", bound="CaptureConfig")
 SECTION = "headway"
 """Key of vLLM's additional configuration that holds Headway's."""
 
-_OF_THE_SCHEDULER = ("batching", "order")
+_OF_THE_SCHEDULER = ("batching", "order", "victim")
 """Keys of the section that the worker does not read."""
 
 

@@ -228,6 +228,17 @@ def room(scheduler: Any) -> tuple[int, int]:
     return free, _most_running(scheduler) - len(scheduler.running)
 
 
+def cache_room(scheduler: Any) -> tuple[int, int]:
+    """Return how many blocks of the KV cache are free for each of its groups, and how many are."""
+    pool, groups = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_config.kv_cache_groups
+    return pool.get_num_free_blocks() // len(groups), pool.num_gpu_blocks // len(groups)
+
+
+def is_preempted(request: Any) -> bool:
+    """Return whether a request waits since it was preempted."""
+    return bool(request.status == RequestStatus.PREEMPTED)
+
+
 def slots_to_begin(scheduler: Any) -> int:
     """Return how many waiting requests could begin in the next step, for all of its slots."""
     _, slots = room(scheduler)
@@ -264,6 +275,20 @@ def move_to_front(scheduler: Any, names: Sequence[str]) -> None:
     if any(a is not b for a, b in zip(queue, chosen, strict=False)):
         queue.remove_requests(chosen)
         queue.prepend_requests(reversed(chosen))
+
+
+def move_to_back(scheduler: Any, requests: Sequence[Request]) -> None:
+    """Let these waiting requests be looked at last, in this order; others keep theirs."""
+    queue = scheduler.waiting
+    skipped = list(getattr(scheduler, "skipped_waiting", ()))
+    if skipped:  # until 0.30 these come first
+        scheduler.skipped_waiting.remove_requests(skipped)
+        queue.prepend_requests(reversed(skipped))
+    there = {request.request_id for request in queue}
+    moved = [request for request in requests if request.request_id in there]
+    queue.remove_requests(moved)
+    for request in moved:
+        queue.add_request(request)
 
 
 def reject(scheduler: Any, request: Request, reason: str) -> tuple[int, EngineCoreOutput]:

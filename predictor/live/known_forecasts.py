@@ -1,8 +1,10 @@
 """The forecasts of an engine's requests, in its scheduler."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from data_collection.capture.capture_config import SECTION, read_capture_config
 from data_collection.vllm_adapter.requests import known_answer
@@ -75,6 +77,28 @@ class KnownForecasts(SchedulerPart):
             forecasts.edges, forecasts.survival[row : row + 1], forecasts.tokens_left[row]
         )
         return fresh.aged(since)
+
+    def means(self, requests: Sequence[Any]) -> npt.NDArray[np.float64]:
+        """Return the tokens that each is expected to generate, [n]; nan before its forecast."""
+        means = np.full(len(requests), np.nan)
+        together: dict[int, list[int]] = {}
+        for i, request in enumerate(requests):
+            known = self.latest.get(request.request_id)
+            if known is not None:
+                together.setdefault(id(known[0]), []).append(i)
+        for of_a_step in together.values():
+            named = [requests[i] for i in of_a_step]
+            forecasts = self.latest[named[0].request_id][0]
+            rows = np.array([self.latest[request.request_id][1] for request in named])
+            fresh = SurvivalForecast.new(
+                forecasts.edges,
+                np.asarray(forecasts.survival)[rows],
+                np.asarray(forecasts.tokens_left)[rows],
+            )
+            at = np.asarray(forecasts.generated_tokens)[rows]
+            now = np.fromiter((request.num_output_tokens for request in named), np.int64, len(rows))
+            means[of_a_step] = fresh.aged(np.maximum(now - at, 0)).mean()
+        return means
 
 
 def _repetition(request: Any) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from predictor.live.zmq_sockets import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.emulation.step_barrier import MOST_RANKS
+from rescheduler.ordering.expected_rest import Victim
 from rescheduler.ordering.service_order import read_engine_order
 
 
@@ -260,6 +261,8 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             `rescheduler.batching.batching_config`; None: as vLLM does.
         order: of service of what waits in an engine itself, as ``order`` of the deployment, and
             with its own ``prompt_checkpoint``; None: as it came.
+        victim: whom a decode instance suspends when its KV cache is full, as in
+            `rescheduler.ordering.victims`.
         emulate: the GPU that engines emulate, in place of computing anything; None: they compute.
         threads: CPU threads of an engine.
         side_channel_port: of the first engine's NIXL side channel; the others' follow.
@@ -280,6 +283,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     k: Positive = 20
     batching: dict[str, Any] | None = None
     order: dict[str, Any] | None = None
+    victim: Victim = "newest"
     emulate: EmulateOptions | None = None
     threads: Positive = 1
     side_channel_port: Port = 5600

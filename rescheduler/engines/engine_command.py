@@ -46,6 +46,7 @@ _WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
 _BARE_SCHEDULER = "data_collection.vllm_scheduler.HeadwayScheduler"
 _SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
 _BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+_SUSPENDING_SCHEDULER = "rescheduler.ordering.vllm_scheduler.SuspendingHeadwayScheduler"
 _ORDERED_SCHEDULER = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
 _MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
 _RESUMES_CHATS = "rescheduler.transfer.vllm_server.ResumedChatsMiddleware"
@@ -124,9 +125,13 @@ def engine_command(
     if options.batching is not None:
         section["batching"] = options.batching
         arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
-    elif options.order is not None and instance.role == "decode":
-        section["order"] = options.order
-        arguments += ["--scheduler-cls", _ORDERED_SCHEDULER]
+    elif instance.role == "decode" and (options.order is not None or options.victim != "newest"):
+        scheduler = _SUSPENDING_SCHEDULER
+        if options.order is not None:
+            section["order"], scheduler = options.order, _ORDERED_SCHEDULER
+        if options.victim != "newest":
+            section["victim"] = options.victim
+        arguments += ["--scheduler-cls", scheduler]
     elif section:
         arguments += ["--scheduler-cls", _SCHEDULER]
     elif instance.control is not None and (0, 0) < vllm_release() < (0, 30):

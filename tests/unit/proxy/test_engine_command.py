@@ -288,6 +288,20 @@ def test_a_replica_forms_its_batches_and_turns_requests_away() -> None:
     assert json.loads(after(without, "--additional-config")) == {"headway": {"batching": batching}}
 
 
+def test_a_decode_instance_suspends_whom_it_is_told() -> None:
+    described = deployment(engine=replace(ON_CPU, victim="rest"))
+    command = engine_command(described, DECODE, "m", "python")
+    scheduler = "rescheduler.ordering.vllm_scheduler.SuspendingHeadwayScheduler"
+    assert after(command, "--scheduler-cls") == scheduler
+    assert json.loads(after(command, "--additional-config"))["headway"]["victim"] == "rest"
+    ordered = deployment(engine=replace(ON_CPU, victim="context", order={"name": "boost"}))
+    command = engine_command(ordered, DECODE, "m", "python")
+    scheduler = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
+    assert after(command, "--scheduler-cls") == scheduler
+    section = json.loads(after(command, "--additional-config"))["headway"]
+    assert (section["victim"], section["order"]) == ("context", {"name": "boost"})
+
+
 def test_a_small_kv_cache_is_asked_for_in_blocks() -> None:
     engine = EngineOptions(kv_blocks=64, block_size=16, kv_cache_gb=2, threads=4)
     command = engine_command(deployment(engine=engine), DECODE, "m", "python")
