@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.dashboards import DASHBOARDS
-from deploy.dashboards.dashboard_json import dashboard_json
+from deploy.panels import dashboard_json
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "grafana"
 

@@ -1,4 +1,6 @@
-"""Panels as all dashboards draw them."""
+"""Dashboards and panels of Grafana, and their queries, as all of Headway's dashboards have them."""
+
+from collections.abc import Mapping, Sequence
 
 from grafana_foundation_sdk.builders import dashboard as dashboards
 from grafana_foundation_sdk.builders import prometheus, stat, timeseries
@@ -8,6 +10,7 @@ from grafana_foundation_sdk.builders.common import (
     VizLegendOptions,
     VizTooltipOptions,
 )
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
     BigValueColorMode,
     LegendDisplayMode,
@@ -29,15 +32,25 @@ _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _GRAPH_WIDTH, _GRAPH_HEIGHT = 12, 8  # of 24 columns
 _FIGURE_WIDTH, _FIGURE_HEIGHT = 4, 4
 _REDRAWN = "30s"
+_CHOICE = 'deployment=~"$deployment"'
 
-OURS = 'deployment=~"$deployment"'
-"""Matcher of the chosen deployment, whose label `deploy/prometheus/prometheus.yml` sets."""
+Panel = stat.Panel | timeseries.Panel
 
 
-def new_dashboard(title: str, uid: str, description: str) -> dashboards.Dashboard:
-    """Return an empty dashboard of the last hour, with its choice of source and deployment."""
+def dashboard_json(dashboard: dashboards.Dashboard) -> str:
+    """Return a dashboard's JSON, the same for the same dashboard; panels are numbered from 1."""
+    built = dashboard.build()
+    for number, panel in enumerate(built.panels or [], 1):
+        panel.id_val = number
+    return JSONEncoder(sort_keys=True, indent=2).encode(built) + "\n"
+
+
+def dashboard(
+    title: str, uid: str, description: str, rows: Mapping[str, Sequence[Panel]]
+) -> dashboards.Dashboard:
+    """Return a dashboard of the last hour, with its choice of source and deployment."""
     everything = VariableOption(text="All", value="$__all", selected=True)
-    return (
+    made = (
         dashboards.Dashboard(title)
         .uid(uid)
         .description(description)
@@ -69,6 +82,11 @@ def new_dashboard(title: str, uid: str, description: str) -> dashboards.Dashboar
             .current(everything)
         )
     )
+    for row, panels in rows.items():
+        made.with_row(dashboards.Row(row))
+        for panel in panels:
+            made.with_panel(panel)
+    return made
 
 
 def graph(
@@ -121,14 +139,7 @@ def graph(
 
 
 def figure(title: str, description: str, unit: str, expression: str) -> stat.Panel:
-    """Return the latest value of a query, in large figures.
-
-    Args:
-        title: of the panel.
-        description: what it shows.
-        unit: Grafana's name of it.
-        expression: PromQL with one result.
-    """
+    """Return the latest value of a query with one result, in large figures."""
     return (
         stat.Panel()
         .title(title)
@@ -143,9 +154,25 @@ def figure(title: str, description: str, unit: str, expression: str) -> stat.Pan
     )
 
 
-def percentiles(histogram: str, matchers: str = OURS) -> dict[str, str]:
+def chosen(metric: str, *matchers: str, **labels: str) -> str:
+    """Return a metric of the chosen deployment, a label that `prometheus.yml` sets."""
+    exactly = [f'{label}="{value}"' for label, value in labels.items()]
+    return f"{metric}{{{', '.join([_CHOICE, *matchers, *exactly])}}}"
+
+
+def rate(metric: str, *matchers: str, **labels: str) -> str:
+    """Return how fast a counter of the chosen deployment grows."""
+    return f"rate({chosen(metric, *matchers, **labels)}[$__rate_interval])"
+
+
+def by(label: str, expression: str, function: str = "sum") -> dict[str, str]:
+    """Return the query of an expression by a label, whose values are its legend."""
+    return {f"{{{{{label}}}}}": f"{function} by ({label}) ({expression})"}
+
+
+def percentiles(histogram: str, **labels: str) -> dict[str, str]:
     """Return the queries of a histogram's median, 90th and 99th percentile."""
-    rates = f"sum by (le) (rate({histogram}_bucket{{{matchers}}}[$__rate_interval]))"
+    rates = f"sum by (le) ({rate(f'{histogram}_bucket', **labels)})"
     return {
         f"p{percent}": f"histogram_quantile({percent / 100}, {rates})" for percent in (50, 90, 99)
     }
