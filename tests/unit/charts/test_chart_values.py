@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import helm_python
-import msgspec
 import pytest
 import yaml
 from rendered_chart import CHART, REQUIRED, VALUES, render, rendered
 
-from rescheduler.engines.deployment import (
-    CoordinatorOptions,
-    EngineOptions,
-    ProxyOptions,
-)
+from deploy.json_text import json_text
+from deploy.values_schema import SCHEMA, with_options
 
 
 @pytest.mark.parametrize(
@@ -98,41 +94,9 @@ def test_the_chart_s_own_variables_cannot_be_set_twice() -> None:
 
 
 def test_the_schema_knows_headway_s_options() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
-    assert schema["engine"]["properties"] == options_schema(EngineOptions)
-    own = {"host", "port", "admin_port", "engine_key_file"}  # the chart decides these
-    expected = {k: v for k, v in options_schema(ProxyOptions).items() if k not in own}
-    assert schema["proxy"]["properties"]["options"]["properties"] == expected
-    own = {"endpoint", "host", "port"}
-    expected = {k: v for k, v in options_schema(CoordinatorOptions).items() if k not in own}
-    assert schema["coordinator"]["properties"]["options"]["properties"] == expected
-
-
-def options_schema(options: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return what JSON schema says of a struct's fields, less what Helm says badly."""
-    components = msgspec.json.schema_components([options])[1]
-    return fields_schema(components, options.__name__)
-
-
-def fields_schema(components: dict[str, Any], of: str) -> dict[str, Any]:
-    fields = {}
-    for name, field in components[of]["properties"].items():
-        # A value that is null in Helm is not there.
-        choices = [c for c in field.get("anyOf", [field]) if c.get("type") != "null"]
-        (field,) = choices
-        if "$ref" in field:
-            inner = field["$ref"].rpartition("/")[2]
-            required = components[inner]["required"]
-            fields[name] = {
-                "type": "object",
-                "properties": fields_schema(components, inner),
-                "additionalProperties": False,
-            } | ({"required": required} if required else {})
-            continue
-        if field["type"] == "integer" and field.pop("exclusiveMinimum", None) == 0:
-            field["minimum"] = 1
-        fields[name] = {key: value for key, value in field.items() if key != "default"}
-    return fields
+    committed = SCHEMA.read_text()
+    described = json_text(with_options(json.loads(committed)))
+    assert committed == described, "run python -m deploy.values_schema"
 
 
 def test_the_chart_is_one_that_helm_finds_nothing_wrong_with() -> None:
