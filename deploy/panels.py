@@ -1,5 +1,6 @@
 """Dashboards and panels of Grafana, and their queries, as all of Headway's dashboards have them."""
 
+import json
 from collections.abc import Mapping, Sequence
 
 from grafana_foundation_sdk.builders import dashboard as dashboards
@@ -28,6 +29,8 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableSort,
 )
 
+from deploy.json_text import json_text
+
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _GRAPH_WIDTH, _GRAPH_HEIGHT = 12, 8  # of 24 columns
 _FIGURE_WIDTH, _FIGURE_HEIGHT = 4, 4
@@ -42,7 +45,7 @@ def dashboard_json(dashboard: dashboards.Dashboard) -> str:
     built = dashboard.build()
     for number, panel in enumerate(built.panels or [], 1):
         panel.id_val = number
-    return JSONEncoder(sort_keys=True, indent=2).encode(built) + "\n"
+    return json_text(json.loads(JSONEncoder(sort_keys=True).encode(built)))
 
 
 def dashboard(
