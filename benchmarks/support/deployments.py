@@ -5,14 +5,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import EngineCommand
-from rescheduler.engines.launch_engines import Launched, LaunchProgress, launched
+from rescheduler.engines.launch_engines import Launched, launched
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.transfer.control_client import ControlClient
@@ -41,15 +41,9 @@ def patient(deployment: Deployment) -> Deployment:
     return replace(deployment, proxy=options)
 
 
-@contextmanager
-def engines(deployment: Deployment, logs: Path) -> Iterator[Launched]:
+def engines(deployment: Deployment, logs: Path) -> AbstractContextManager[Launched]:
     """Run a deployment's engines; show how they start."""
-    with (
-        LaunchProgress(logs) as progress,
-        launched(deployment, logs, report=progress.report, tethered=True) as servers,
-    ):
-        progress.finish()
-        yield servers
+    return launched(deployment, logs, show=True, tethered=True)
 
 
 def proxy_process(

@@ -2,16 +2,13 @@
 
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import aiohttp
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 from rich.console import Console
@@ -25,11 +22,13 @@ from rescheduler.demo.demo_load import (
     load_figures,
     load_session,
     metric_total,
+    moves,
     preemptions,
+    say,
 )
 from rescheduler.engines.deployment import Deployment, EngineOptions, read_deployment
 from rescheduler.engines.emulated_deployment import emulated, in_real_time
-from rescheduler.engines.launch_engines import LaunchProgress, launched
+from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import free_ports, local_deployment
 from rescheduler.page.snapshot import refuse_log
 from rescheduler.serving.serve import load_tokenizer, proxy_running
@@ -40,7 +39,7 @@ _MOST_TOKENS = 8_000
 _RAMP_SECONDS = 40.0
 """Over which the clients come, or their prompts would be computed before anything is decoded."""
 _LINE_SECONDS = 5.0
-_TOKENS, _MOVES = "headway_proxy_generation_tokens_total", "headway_proxy_migrations_total"
+_TOKENS = "headway_proxy_generation_tokens_total"
 _OTHERS = 64
 _BREATH_SECONDS = 1.0
 """That a client waits after an error."""
@@ -132,11 +131,8 @@ def show_fleet(
     tokenizer = load_tokenizer(deployment.model)
     assert tokenizer is not None  # emulated engines have one
     vocabulary = tokenizer.get_vocab_size()
-    with ExitStack() as stack:
-        _say(f"Starting {engines} engines that emulate {machine}, logs in {logs}")
-        progress = stack.enter_context(LaunchProgress(logs))
-        stack.enter_context(launched(deployment, logs, report=progress.report, tethered=True))
-        progress.finish()
+    say(f"Starting {engines} engines that emulate {machine}, logs in {logs}")
+    with launched(deployment, logs, show=True, tethered=True):
         asyncio.run(_shown(deployment, vocabulary, clients, record))
 
 
@@ -146,8 +142,9 @@ async def _shown(
     token = secrets.token_urlsafe(32)
     assert deployment.engine.emulate is not None
     dilation = deployment.engine.emulate.dilation
+    metrics = f"{deployment.proxy_url}/metrics"
     async with proxy_running(in_real_time(deployment), token, record):
-        _say(
+        say(
             f"See it in a browser: {deployment.admin_url}/ui#token={token}\n"
             f"{clients} clients come, each with one request after the other; everything takes "
             f"{dilation:g} times as long as on GPUs. Ctrl-C ends it."
@@ -155,47 +152,30 @@ async def _shown(
         load = FleetLoad(deployment.proxy_url, deployment.served_name, vocabulary, clients)
         serving = asyncio.create_task(load.run())
         began = time.monotonic()
-        seen = _Seen(began, 0.0, 0.0, 0.0)
+        at, tokens = began, 0.0
         try:
             while not serving.done():
                 await asyncio.wait([serving], timeout=_LINE_SECONDS)
-                before = seen
+                now = time.monotonic()
                 try:
-                    seen = await asyncio.to_thread(_seen, deployment)
+                    counted = await asyncio.to_thread(metric_total, metrics, _TOKENS)
+                    moved = await asyncio.to_thread(moves, deployment)
+                    preempted = await asyncio.to_thread(preemptions, deployment)
                 except OSError as error:  # the next line may have it
-                    _say(f"figures are missing: {error}")
+                    say(f"figures are missing: {error}")
                     continue
-                rate = dilation * (seen.tokens - before.tokens) / (seen.at - before.at)
+                rate = dilation * (counted - tokens) / (now - at)
+                at, tokens = now, counted
                 failed = f", {load.failed} failed: {load.error}" if load.failed else ""
-                _say(
-                    f"{seen.at - began:4.0f} s  {load.running} running, "
+                say(
+                    f"{at - began:4.0f} s  {load.running} running, "
                     f"{load.answered} answered, {rate:,.0f} tokens a second on GPUs, "
-                    f"{seen.moved:.0f} moved, {seen.preempted:.0f} preempted{failed}"
+                    f"{moved:.0f} moved, {preempted:.0f} preempted{failed}"
                 )
             await serving
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-
-
-class _Seen(NamedTuple):
-    """When it was seen what the proxy and the engines have counted."""
-
-    at: float
-    tokens: float
-    moved: float
-    preempted: float
-
-
-def _seen(deployment: Deployment) -> _Seen:
-    metrics = f"{deployment.proxy_url}/metrics"
-    at, tokens = time.monotonic(), metric_total(metrics, _TOKENS)
-    moved = metric_total(metrics, _MOVES, outcome="moved")
-    return _Seen(at, tokens, moved, preemptions(deployment))
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
 
 
 _ENGINE = EngineOptions(
@@ -283,10 +263,8 @@ def demo(
             deployment = _on_free_port(config)
         else:
             deployment = local_deployment("smollm2", _ENGINE, migration=_MIGRATION)
-            _say(f"Starting one prefill and two decode engines, logs in {logs}")
-            progress = stack.enter_context(LaunchProgress(logs))
-            stack.enter_context(launched(deployment, logs, report=progress.report, tethered=True))
-            progress.finish()
+            say(f"Starting one prefill and two decode engines, logs in {logs}")
+            stack.enter_context(launched(deployment, logs, show=True, tethered=True))
         Console().print(asyncio.run(_compared(deployment, skewed_load(pairs))))
 
 
@@ -301,22 +279,22 @@ def skewed_load(pairs: int = _PAIRS) -> list[LoadRequest]:
 
 
 async def _compared(deployment: Deployment, load: list[LoadRequest]) -> Table:
-    placed = msgspec.structs.replace(deployment, routing={"name": "round_robin"})
-    still = msgspec.structs.replace(placed, migration=None)
-    moving = msgspec.structs.replace(placed, migration=placed.migration or _MIGRATION)
+    placed = replace(deployment, routing={"name": "round_robin"})
+    still = replace(placed, migration=None)
+    moving = replace(placed, migration=placed.migration or _MIGRATION)
     token = secrets.token_urlsafe(32)  # one for all phases, so that the page finds each
-    _say(f"See it in a browser: {still.admin_url}/ui#token={token}")
+    say(f"See it in a browser: {still.admin_url}/ui#token={token}")
     objectives = await _objectives(still, token)
     columns: list[dict[str, float]] = []
     for title, serves in zip(_PHASES, (still, moving), strict=True):
-        _say(f"{len(columns) + 1} of 2: {title}")
+        say(f"{len(columns) + 1} of 2: {title}")
         preempted = await asyncio.to_thread(preemptions, serves)
         async with proxy_running(serves, token):
             run = await _answered(serves, load, title)
-            moves = await asyncio.to_thread(_moves, serves)
+            moved = await asyncio.to_thread(moves, serves)
         after = await asyncio.to_thread(preemptions, serves)
         figures = load_figures(list(run.served.values()), run.seconds, objectives)
-        columns.append(figures | {"preempted": after - preempted, "moves": moves})
+        columns.append(figures | {"preempted": after - preempted, "moves": moved})
     return _table(columns, objectives)
 
 
@@ -328,8 +306,8 @@ async def _answered(deployment: Deployment, load: Sequence[LoadRequest], salt: s
         while not answers.done():
             await asyncio.wait([answers], timeout=_LINE_SECONDS)
             done = sum(bool(one.finish_reason or one.error) for one in run.served.values())
-            moves = await asyncio.to_thread(_moves, deployment)
-            _say(f"{run.seconds:4.0f} s  {done} of {len(load)} answered, {moves:.0f} moved")
+            moved = await asyncio.to_thread(moves, deployment)
+            say(f"{run.seconds:4.0f} s  {done} of {len(load)} answered, {moved:.0f} moved")
         await answers
     finally:
         answers.cancel()
@@ -346,11 +324,6 @@ async def _objectives(deployment: Deployment, token: str) -> Objectives:
         raise RuntimeError(f"a request sent alone was not served: {served[0].error}")
     ttft, tpot = fmean(one.ttft or 0 for one in served), fmean(one.tpot or 0 for one in served)
     return Objectives(_TTFT_TIMES * ttft, _TPOT_TIMES * tpot)
-
-
-def _moves(deployment: Deployment) -> float:
-    url = f"{deployment.proxy_url}/metrics"
-    return metric_total(url, "headway_proxy_migrations_total", outcome="moved")
 
 
 def _table(columns: Sequence[dict[str, float]], objectives: Objectives) -> Table:
@@ -380,6 +353,6 @@ def _table(columns: Sequence[dict[str, float]], objectives: Objectives) -> Table
 
 def _on_free_port(deployment: Deployment) -> Deployment:
     """Return a deployment whose proxy is another than the one that may run."""
-    replace, (port, admin_port) = msgspec.structs.replace, free_ports(2)
+    port, admin_port = free_ports(2)
     proxy = replace(deployment.proxy, host="127.0.0.1", port=port, admin_port=admin_port)
     return replace(deployment, proxy=proxy)

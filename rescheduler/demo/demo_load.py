@@ -1,14 +1,16 @@
 """A load for an OpenAI-compatible server: requests at given times, and what their clients saw."""
 
 import asyncio
+import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,6 +18,7 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.openai.openai_stream import read_events
 
 _METRICS_SECONDS = 10.0
+_FAULTS = (OSError, ValueError, RuntimeError, msgspec.MsgspecError, aiohttp.ClientError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,17 @@ class ServedRequest:
         """All that came."""
         return "".join(piece.text for piece in self.chunks)
 
+    def take(self, chunk: dict[str, Any]) -> None:
+        """Add a chunk that comes now."""
+        usage = chunk.get("usage") or {}
+        tokens = usage.get("completion_tokens", self.tokens)
+        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
+        for choice in chunk.get("choices", ()):
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            if tokens > self.tokens or text:
+                self.chunks.append(StreamChunk(tokens, text, time.monotonic()))
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
 
 class LoadRun:
     """Sends a load to a server, each request when its time comes, whatever the others do.
@@ -137,15 +151,35 @@ class LoadRun:
         } | asked
         headers = {"X-Request-Id": request.name}
         url = f"{self._url}{path}"
-        try:
-            async with session.post(url, json=body, headers=headers) as response:
-                if response.status != 200:
-                    text = await response.text()
-                    served.error = f"HTTP {response.status}: {text[:300]}"
-                    return
-                await _read(response, served)
-        except aiohttp.ClientError as error:
-            served.error = f"{type(error).__name__}: {error}"
+        served.error = await read_stream(session, url, body, headers, served.take)
+        if not served.finish_reason and not served.error:
+            served.error = "the stream ended before its request"
+
+
+async def read_stream(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    take: Callable[[dict[str, Any]], None],
+) -> str:
+    """Ask for a stream, and hand on its chunks as they come; return why it failed, or nothing."""
+    try:
+        async with session.post(url, json=body, headers=headers) as response:
+            if response.status != 200:
+                return f"HTTP {response.status}: {(await response.text())[:300]}"
+            async for chunk in read_events(response.content):
+                if "error" in chunk:
+                    return str(chunk["error"])
+                take(chunk)
+    except _FAULTS as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def say(what: str) -> None:
+    """Print to standard error, at once."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def load_session() -> aiohttp.ClientSession:
@@ -153,23 +187,6 @@ def load_session() -> aiohttp.ClientSession:
     # Servers close idle connections, perhaps just as one is used again.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-
-
-async def _read(response: aiohttp.ClientResponse, served: ServedRequest) -> None:
-    async for chunk in read_events(response.content):
-        if "error" in chunk:
-            served.error = str(chunk["error"])
-            return
-        usage = chunk.get("usage") or {}
-        tokens = usage.get("completion_tokens", served.tokens)
-        served.prompt_tokens = usage.get("prompt_tokens", served.prompt_tokens)
-        for choice in chunk.get("choices", ()):
-            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-            if tokens > served.tokens or text:
-                served.chunks.append(StreamChunk(tokens, text, time.monotonic()))
-            served.finish_reason = choice.get("finish_reason") or served.finish_reason
-    if not served.finish_reason:
-        served.error = "the stream ended before its request"
 
 
 @dataclass(frozen=True)
@@ -225,6 +242,12 @@ def preemptions(deployment: Deployment) -> float:
         metric_total(f"{instance.url}/metrics", "vllm:num_preemptions_total")
         for instance in deployment.decode
     )
+
+
+def moves(deployment: Deployment) -> float:
+    """Return how many requests the proxy has moved since it started."""
+    metrics = f"{deployment.proxy_url}/metrics"
+    return metric_total(metrics, "headway_proxy_migrations_total", outcome="moved")
 
 
 def metric_total(url: str, name: str, **labels: str) -> float:

@@ -3,9 +3,7 @@
 import asyncio
 import csv
 import io
-import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from data_collection.files import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from data_collection.workload.arrivals import TimeUnit
 from rescheduler.commands.event_loop import held_interrupts, raise_open_files
-from rescheduler.demo.demo_load import metric_total, preemptions
+from rescheduler.demo.demo_load import metric_total, moves, preemptions, say
 from rescheduler.demo.scripted_load import (
     TPOT_S,
     TTFT_S,
@@ -35,7 +33,7 @@ from rescheduler.emulation.emulate_options import MOST_EXCESS
 from rescheduler.emulation.scripted_answers import LARGEST
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.emulated_deployment import emulated, emulated_engine, model_to_load
-from rescheduler.engines.launch_engines import PROXY, Launched, LaunchProgress, launched
+from rescheduler.engines.launch_engines import PROXY, Launched, launched
 from rescheduler.simulator.config.simulation_config import SLOConfig
 from rescheduler.simulator.results.report import json_text, refuse_foreign_folder
 from rescheduler.simulator.workloads.trace_files import TraceFile
@@ -110,7 +108,7 @@ def rehearse(
     refuse_foreign_folder(out, "rehearse", _REPORT, overwrite)
     read = TraceFile(trace, requests, True, format, time_unit, "--time-unit")
     load = _load(read, rate, emulated_engine(config.engine).max_model_len)
-    _say(read.read_as)
+    say(read.read_as)
     steps = out / "steps" / time.strftime("%Y%m%d-%H%M%S")
     rehearsal = _Rehearsal(_prepared(config, steps), load, steps)
     about = {
@@ -126,12 +124,7 @@ def rehearse(
         write_text_atomically(out / _REPORT, json_text({"_about": about}))
     raise_open_files()
     logs = out / "logs"
-    with ExitStack() as stack:
-        progress = stack.enter_context(LaunchProgress(logs))
-        running = stack.enter_context(
-            launched(rehearsal.deployment, logs, serve=True, report=progress.report, tethered=True)
-        )
-        progress.finish()
+    with launched(rehearsal.deployment, logs, serve=True, show=True, tethered=True) as running:
         served = rehearsal.run(running)
         with held_interrupts():  # an impatient Ctrl-C would lose what has been served
             return _report(served, rehearsal, slo or SLOConfig(TTFT_S, TPOT_S), about, out)
@@ -141,7 +134,7 @@ def _prepared(deployment: Deployment, steps: Path) -> Deployment:
     """Return a deployment of one proxy, which logs its engines' steps."""
     assert deployment.engine.emulate is not None
     if deployment.coordinator is not None:
-        _say("The coordinator is left out: one proxy places and moves all requests.")
+        say("The coordinator is left out: one proxy places and moves all requests.")
     engine = replace(
         deployment.engine,
         emulate=replace(deployment.engine.emulate, logs=str(steps.absolute())),
@@ -207,7 +200,7 @@ class _Rehearsal:
     def run(self, running: Launched) -> _Served:
         """Serve the load, unless it is interrupted or there is nobody left to serve it."""
         last = self.dilation * max(one.request.arrives for one in self._answers)
-        _say(
+        say(
             f"Serving {len(self._answers)} requests, the last of which comes after {last:,.0f} s. "
             f"See it in a browser: {self.deployment.admin_url}/ui "
             f"(its token: see {running.logs}/proxy.log)"
@@ -225,11 +218,10 @@ class _Rehearsal:
         """Return how many requests were preempted, moved, and had their prompt computed twice."""
         metrics = f"{self.deployment.proxy_url}/metrics"
         try:
-            moved = metric_total(metrics, "headway_proxy_migrations_total", outcome="moved")
             twice = sum(metric_total(metrics, f"headway_proxy_{name}_total") for name in _TWICE)
-            return preemptions(self.deployment), moved, twice
+            return preemptions(self.deployment), moves(self.deployment), twice
         except OSError as error:
-            _say(f"How many requests were preempted and moved is unknown: {error}")
+            say(f"How many requests were preempted and moved is unknown: {error}")
             return np.nan, np.nan, np.nan
 
     def _excess(self, since: float) -> float:
@@ -262,7 +254,7 @@ class _Rehearsal:
                 sent = sum(one.sent > 0 for one in self._answers)
                 progress.update(task, completed=done, running=sent - done)
                 for server in running.take_ended():
-                    _say(f"headway rehearse: {server.why_it_ended()}")
+                    say(f"headway rehearse: {server.why_it_ended()}")
                     if server.name == PROXY or not running.is_running:
                         serving.cancel()
                         await asyncio.gather(serving, return_exceptions=True)
@@ -294,7 +286,7 @@ def _report(
     write_text_atomically(out / _REPORT, json_text(document, allow_nan=False))
     if figures:
         Console().print(_table(figures, slo))
-    _say(f"Written: {out / _REPORT}, {out / 'requests.csv'}")
+    say(f"Written: {out / _REPORT}, {out / 'requests.csv'}")
     return _remarks(served, figures, rehearsal.dilation)
 
 
@@ -319,20 +311,20 @@ def _remarks(served: _Served, figures: dict[str, float], dilation: float) -> int
     """Print what makes the figures doubtful; return the exit status."""
     failed = [one for one in served.answers if one.error]
     if dilation != 1:
-        _say(f"Seconds are the emulated GPU's; the run took {dilation:g} times as long.")
+        say(f"Seconds are the emulated GPU's; the run took {dilation:g} times as long.")
     if failed:
-        _say(f"{len(failed)} requests failed, the first: {failed[0].error}")
+        say(f"{len(failed)} requests failed, the first: {failed[0].error}")
     if figures.get("changed"):
-        _say(f"{figures['changed']:.0f} answers differ from their scripts: please report this.")
+        say(f"{figures['changed']:.0f} answers differ from their scripts: please report this.")
     if served.interrupted or served.ended:
         why = "Interrupted" if served.interrupted else served.ended
-        _say(f"{why}: the figures are of the requests answered until then.")
+        say(f"{why}: the figures are of the requests answered until then.")
     elif not figures:
-        _say("No request was answered.")
+        say("No request was answered.")
     if np.isnan(served.excess):
-        _say("Whether the machine kept up is unknown: no engine has logged its steps.")
+        say("Whether the machine kept up is unknown: no engine has logged its steps.")
     elif served.excess > MOST_EXCESS:
-        _say(
+        say(
             f"Steps took {served.excess:.1%} longer than they should, so that the figures are not "
             f"to be trusted: raise engine.emulate.dilation, which is {dilation:g}."
         )
@@ -358,7 +350,3 @@ def _rows(answers: list[EmulatedAnswer], dilation: float) -> str:
         lengths = (request.prompt_tokens, request.answer_tokens)
         writer.writerow((f"{request.arrives:.4f}", *lengths, *times, one.error))
     return text.getvalue()
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)

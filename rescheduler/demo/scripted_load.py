@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from rescheduler.demo.demo_load import load_session
+from rescheduler.demo.demo_load import load_session, read_stream
 from rescheduler.emulation.scripted_answers import LARGEST, LENGTH, SEED, scripted_token
-from rescheduler.openai.openai_stream import read_events
 
 FIRST_WORD, WORDS = 1_000, 1_024
 MAX_TOKENS = 8_192
-_FAULTS = (OSError, ValueError, RuntimeError, msgspec.MsgspecError, aiohttp.ClientError)
 TTFT_S, TPOT_S = 2.0, 0.05
 """Objectives, in seconds of the emulated engines."""
 
@@ -126,27 +123,21 @@ async def _serve(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     answer.sent = time.monotonic()
     pieces, tokens = [], 0
-    try:
-        async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
-            if response.status != 200:
-                answer.error = f"HTTP {response.status}: {(await response.text())[:300]}"
-                return
-            async for chunk in read_events(response.content):
-                if "error" in chunk:
-                    answer.error = str(chunk["error"])
-                    return
-                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-                if not chunk.get("choices"):
-                    continue
-                now = time.monotonic()
-                pieces.append(chunk["choices"][0]["text"])
-                if answer.first == inf:
-                    answer.first = now
-                else:
-                    answer.longest_gap = max(answer.longest_gap, now - answer.last)
-                answer.last = now
-    except _FAULTS as error:
-        answer.error = f"{type(error).__name__}: {error}"
+
+    def take(chunk: dict[str, Any]) -> None:
+        nonlocal tokens
+        tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+        if not chunk.get("choices"):
+            return
+        now = time.monotonic()
+        pieces.append(chunk["choices"][0]["text"])
+        if answer.first == inf:
+            answer.first = now
+        else:
+            answer.longest_gap = max(answer.longest_gap, now - answer.last)
+        answer.last = now
+
+    answer.error = await read_stream(session, f"{url}/v1/completions", body, headers, take)
     answer.text, answer.tokens = "".join(pieces), tokens
     if not answer.tokens and not answer.error:
         answer.error = "the stream ended before its request"

@@ -287,7 +287,7 @@ def launched(
     logs: Path,
     only: Sequence[str] = (),
     serve: bool = False,
-    report: Callable[[str, Stage], None] = lambda name, stage: None,
+    show: bool = False,
     at_once: int | None = None,
     tethered: bool = False,
 ) -> Iterator[Launched]:
@@ -298,7 +298,7 @@ def launched(
         logs: folder of the logs and of ``deployment.yaml``; created if missing.
         only: names of the instances to start; all when empty.
         serve: start the deployment's proxy too.
-        report: called with a server's name at each of its stages.
+        show: on standard error, how far each server is.
         at_once: how many engines load at the same time; None: all.
         tethered: end all servers with this process, however it ends.
 
@@ -314,9 +314,15 @@ def launched(
     logs.mkdir(parents=True, exist_ok=True)
     write_deployment(deployment, logs / _FILE)
     servers = [_process(one, logs, tethered) for one in _planned(deployment, logs, only, serve)]
-    running = Launched(deployment, logs, servers, report, tethered)
-    with ending_signals_raised(), closing(running):
+    with ExitStack() as stack:
+        progress = stack.enter_context(LaunchProgress(logs)) if show else None
+        report = (lambda name, stage: None) if progress is None else progress.report
+        stack.enter_context(ending_signals_raised())
+        running = Launched(deployment, logs, servers, report, tethered)
+        stack.enter_context(closing(running))
         running.start_all(at_once)
+        if progress is not None:
+            progress.finish()
         yield running
 
 
@@ -510,13 +516,11 @@ def launch(
     if upgrade:
         _upgrade(config, logs, only, serve)
         return 0
-    with ExitStack() as stack:
-        progress = stack.enter_context(LaunchProgress(logs))
-        running = stack.enter_context(launched(config, logs, only, serve, progress.report, at_once))
-        progress.finish()
+    with launched(config, logs, only, serve, show=True, at_once=at_once) as running:
         sys.stdout.write(_summary(running, serve) + "\n")
         sys.stdout.flush()
-        return watch(running, stack.enter_context(Requests.heard(logs)))
+        with Requests.heard(logs) as requests:
+            return watch(running, requests)
 
 
 def _commands(deployment: Deployment, only: Sequence[str]) -> str:
