@@ -116,9 +116,7 @@ def emulated_fleet(machine: str, engines: int, clients: int) -> Deployment:
     return fleet
 
 
-def show_fleet(
-    machine: str, engines: int, clients: int, logs: Path, record: Path | None = None
-) -> None:
+def show_fleet(machine: str, engines: int, clients: int, logs: Path, record: Path | None) -> None:
     """Start an emulated fleet, keep it busy, and say how it does until Ctrl-C.
 
     Raises:

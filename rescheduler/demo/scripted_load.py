@@ -54,12 +54,11 @@ async def serve_load(
     dilation: float,
     salt: int,
     max_tokens: int = MAX_TOKENS,
-    exactly: bool = False,
     until: float = inf,
 ) -> list[EmulatedAnswer]:
     """Send a load to a server as `serve_answers` does, and return what was answered."""
     answers = [EmulatedAnswer(request) for request in load]
-    await serve_answers(url, model, answers, dilation, salt, max_tokens, exactly, until)
+    await serve_answers(url, model, answers, dilation, salt, max_tokens, until)
     return answers
 
 
@@ -69,41 +68,36 @@ async def serve_answers(
     answers: Sequence[EmulatedAnswer],
     dilation: float,
     salt: int,
-    max_tokens: int = MAX_TOKENS,
-    exactly: bool = False,
+    max_tokens: int,
     until: float = inf,
 ) -> None:
     """Send requests to a server, each when its time comes, and wait for all answers.
 
-    The salt keeps engines from finding prompts of other runs in their caches. With ``exactly``
-    lengths are asked for, as a real engine needs it, in place of being scripted. What has not ended
+    The salt keeps engines from finding prompts of other runs in their caches. What has not ended
     ``until`` a time of the emulated engines is given up, and has no tokens.
     """
     started = time.monotonic()
-    limit = None if exactly else max_tokens
 
     async def serve_all(session: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as group:
             for answer in sorted(answers, key=lambda one: one.request.arrives):
                 due = started + dilation * answer.request.arrives
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
-                group.create_task(_serve(session, url, model, answer, salt, limit))
+                group.create_task(_serve(session, url, model, answer, salt, max_tokens))
 
     async with load_session() as session:
         with suppress(TimeoutError):
             await asyncio.wait_for(serve_all(session), None if until == inf else dilation * until)
 
 
-def asked_body(
-    model: str, request: EmulatedRequest, salt: int, max_tokens: int | None
-) -> dict[str, Any]:
-    """Return what a server is asked for a request; its length exactly where there is no limit."""
+def asked_body(model: str, request: EmulatedRequest, salt: int, max_tokens: int) -> dict[str, Any]:
+    """Return what a server is asked for a request."""
     words = np.random.default_rng((salt, request.seed)).integers(0, WORDS, request.prompt_tokens)
     return {
         "model": model,
         "prompt": (FIRST_WORD + words).tolist(),
-        "max_tokens": max_tokens or request.answer_tokens,
-        "ignore_eos": max_tokens is None,
+        "max_tokens": max_tokens,
+        "ignore_eos": False,
         "temperature": 0,
         "vllm_xargs": {LENGTH: request.answer_tokens, SEED: request.seed},
     }
@@ -115,7 +109,7 @@ async def _serve(
     model: str,
     answer: EmulatedAnswer,
     salt: int,
-    max_tokens: int | None,
+    max_tokens: int,
 ) -> None:
     body = asked_body(model, answer.request, salt, max_tokens)
     body |= {"stream": True, "stream_options": {"include_usage": True}}

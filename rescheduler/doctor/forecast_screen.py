@@ -14,7 +14,7 @@ _BESIDE_BARS = 57  # columns of the screen, at least
 _OTHER_LINES = 7  # of the screen: headings, what is left out, the prompt of the shell
 
 
-def forecast_screen(view: TelemetryView, width: int = 110, height: int = 50) -> RenderableType:
+def forecast_screen(view: TelemetryView, width: int, height: int) -> RenderableType:
     """Return the whole screen.
 
     The bars take what the numbers leave of its width, and as many requests are shown as fit its

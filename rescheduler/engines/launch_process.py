@@ -48,6 +48,9 @@ class ServerProcess:
         ready_line: begins the line that it prints once it serves, where another process may answer
             ``/health`` at the same address.
         interpreter: whose environment's programs it finds first.
+
+    Attributes:
+        is_gone: none of its processes runs.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class ServerProcess:
         self.sockets = sockets or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start, self._started = 0, 0.0
-        self._is_gone = True  # the system may give a group's number to another one then
+        self.is_gone = True  # the system may give a group's number to another one then
 
     @property
     def pid(self) -> int | None:
@@ -87,11 +90,6 @@ class ServerProcess:
     def is_running(self) -> bool:
         """Whether its leader runs."""
         return self._process is not None and self._process.poll() is None
-
-    @property
-    def is_there(self) -> bool:
-        """Whether any of its processes runs, or may do so."""
-        return not self._is_gone
 
     def is_ready(self) -> bool:
         """Return whether it is healthy; raises `LaunchError` if it has ended, or takes too long."""
@@ -128,7 +126,7 @@ class ServerProcess:
                 start_new_session=True,
                 pass_fds=[one.fileno() for some in self.sockets.values() for one in some],
             )
-        self._is_gone, self._started = False, time.monotonic()
+        self.is_gone, self._started = False, time.monotonic()
 
     def is_healthy(self) -> bool:
         """Return whether it answers ``/health`` with success now."""
@@ -156,7 +154,7 @@ class ServerProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal to all of its processes, including those that outlived their leader."""
-        if self._process is not None and not self._is_gone:
+        if self._process is not None and not self.is_gone:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
@@ -209,16 +207,16 @@ class ServerProcess:
         return True
 
     def _group_exists(self) -> bool:
-        if self._process is None or self._is_gone:
+        if self._process is None or self.is_gone:
             return False
         self._process.poll()  # else its leader stays as a zombie
         try:
             os.killpg(self._process.pid, 0)
         except ProcessLookupError:
-            self._is_gone = True
+            self.is_gone = True
             if self._process.stdin is not None:
                 self._process.stdin.close()
-        return not self._is_gone
+        return not self.is_gone
 
 
 def end_of_log(log: Path, most: int, start: int = 0) -> str:
@@ -322,13 +320,13 @@ class ServerGroup:
                 yield {name: server.load() for name, server in waiting.items()}
                 time.sleep(_WATCH_SECONDS)
 
-    def stop(self, names: Sequence[str], grace_seconds: float = GRACE_SECONDS) -> None:
+    def stop(self, names: Sequence[str]) -> None:
         """Ask all of these to end at once, then wait for them."""
-        started = [self.servers[name] for name in names if self.servers[name].is_there]
+        started = [self.servers[name] for name in names if not self.servers[name].is_gone]
         for server in started:
             self._report(server.name, "stopping")
             server.signal(signal.SIGTERM)
-        deadline = time.monotonic() + grace_seconds
+        deadline = time.monotonic() + GRACE_SECONDS
         for server in started:
             server.end_by(deadline)
             self._report(server.name, "stopped")

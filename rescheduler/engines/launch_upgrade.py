@@ -84,9 +84,7 @@ def load_of(url: str) -> Load | None:
         connection.close()
 
 
-def wait_until_idle(
-    drain: Drain, hurry: threading.Event, look: Callable[[str], Load | None] = load_of
-) -> Load | None:
+def wait_until_idle(drain: Drain, hurry: threading.Event) -> Load | None:
     """Wait until an engine has nothing left to do, its time is over, or somebody is in a hurry.
 
     Returns:
@@ -96,7 +94,7 @@ def wait_until_idle(
     idle_since: float | None = None
     while True:
         try:
-            load = look(drain.url)
+            load = load_of(drain.url)
         except ConnectionRefusedError:  # it has not begun to serve, or has ended
             return Load(0, False)
         now = time.monotonic()

@@ -277,17 +277,15 @@ class ForecastScores:
         hour: of those of the last hour.
     """
 
-    def __init__(
-        self, telemetry: TelemetrySubscriber, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, telemetry: TelemetrySubscriber) -> None:
         telemetry.keep_history()
-        self._telemetry, self._clock = telemetry, clock
+        self._telemetry = telemetry
         self.lock = threading.Lock()
         self.quality, self.hour = ForecastQuality(), LastHour()
 
     def take(self) -> None:
         """Score what has ended since the last call; of very many an even part."""
-        ended, now = self._telemetry.take_finished(), self._clock()
+        ended, now = self._telemetry.take_finished(), time.monotonic()
         chosen = ended[:: max(1, ceil(len(ended) / _MOST))]
         scored = [one.figures() for one in map(score, chosen) if one is not None]
         with self.lock:
