@@ -1,9 +1,9 @@
-// How good the forecasts of the last hour were; nothing where nobody knows.
+// How good forecasts were; nothing where nobody knows.
 
 import { element, say } from "./elements.js";
 import { percent, plural, whole } from "./words.js";
 
-const INTERVALS = [50, 80, 90];
+const INTERVALS = [50, 80, 90], FINISHES = 80;
 
 export class Accuracy {
   #id;
@@ -36,15 +36,45 @@ export class Accuracy {
   }
 }
 
+// How forecasts and promises of when requests finish came out; nothing where none are made.
+export class FinishTimes {
+  #count = element("p", { class: "count" });
+  #bars = element("ul", { class: "intervals", "aria-label": "Share of the finishes inside the interval" }, bar(FINISHES));
+  #promises = element("p");
+
+  constructor(id) {
+    const title = `${id}-finish-times`;
+    this.section = element(
+      "section",
+      { class: "accuracy", "aria-labelledby": title, hidden: true },
+      element("div", {}, element("h3", { id: title }, "Finish times"), this.#count),
+      this.#bars,
+      element("div", { class: "words" }, this.#promises),
+    );
+  }
+
+  update(finishes) {
+    this.section.hidden = !finishes;
+    if (!finishes) return;
+    const { forecasts, held, kept, broken, refused } = finishes;
+    say(this.#count, forecasts ? `latest ${plural(forecasts, "forecast")}` : "no forecast has come out yet");
+    this.#bars.hidden = !forecasts;
+    if (forecasts) fill(this.#bars.firstChild, FINISHES, held);
+    const asked = kept + broken + refused;
+    const came = `${whole(kept)} kept, ${whole(broken)} broken, ${whole(refused)} refused`;
+    say(this.#promises, asked ? `Promises since the start: ${came}` : "No promise was asked for or has come due");
+  }
+}
+
 // A row whose tick is what the interval promises, and whose bar is what it held.
-export function bar(level) {
+function bar(level) {
   const tick = element("i", { class: "nominal" });
   tick.style.left = `${level}%`;
   const track = element("span", { class: "track", "aria-hidden": "true" }, element("i", { class: "held" }), tick);
   return element("li", {}, element("span"), track);
 }
 
-export function fill(row, level, share) {
+function fill(row, level, share) {
   const [text, track] = row.children;
   say(text, `${level}% held ${percent(share)}`);
   track.firstChild.style.width = `${100 * share}%`;

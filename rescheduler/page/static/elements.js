@@ -14,3 +14,23 @@ export function element(tag, properties = {}, ...children) {
 export function say(where, text) {
   if (where.textContent !== text) where.textContent = text;
 }
+
+// Whether what is shown is what is.
+export function status(state, text) {
+  const place = document.getElementById("status");
+  place.dataset.state = state;
+  say(place, text);
+}
+
+// A question that has to be answered before anything happens.
+export function askFirst({ title, text, yes }) {
+  const dialog = document.getElementById("ask");
+  say(document.getElementById("ask-title"), title);
+  say(document.getElementById("ask-text"), text);
+  say(document.getElementById("ask-yes"), yes);
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}

@@ -1,9 +1,8 @@
 // The proxy as it is now, for as long as the page is looked at; again after it was lost.
 
+import { askFirst, status } from "./elements.js";
 import { Panel } from "./panel.js";
 import { RefusedError, ask, events } from "./server.js";
-import { status } from "./status.js";
-import { askFirst } from "./ask.js";
 
 const FIRST_DELAY = 500, LONGEST_DELAY = 5000, SILENCE = 10000;
 

@@ -1,11 +1,9 @@
 // Finds out what there is to show, and shows it.
 
+import { say, status } from "./elements.js";
 import { live } from "./live.js";
 import { replay } from "./replay.js";
-import { RefusedError, ask } from "./server.js";
-import { status } from "./status.js";
-import { keepToken, readToken } from "./token.js";
-import { say } from "./elements.js";
+import { RefusedError, ask, keepToken, readToken } from "./server.js";
 
 const panels = document.getElementById("panels");
 const unlock = document.getElementById("unlock");

@@ -1,14 +1,12 @@
 // A cluster: its figures, its instances as lanes, the moves between them, and who waits.
 
-import { Accuracy } from "./accuracy.js";
+import { Accuracy, FinishTimes } from "./accuracy.js";
 import { onPaletteChange } from "./colours.js";
 import { element, say } from "./elements.js";
-import { FinishTimes } from "./finish_times.js";
 import { Lane } from "./lane.js";
 import { scales } from "./lane_picture.js";
 import { LoadAhead } from "./load_ahead.js";
-import { MoveArcs } from "./move_arcs.js";
-import { MoveList } from "./move_list.js";
+import { MoveArcs, MoveList } from "./moves.js";
 import { Overview } from "./overview.js";
 import { byInstance } from "./requests.js";
 import { showTip, hideTip } from "./tip.js";

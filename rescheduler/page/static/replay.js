@@ -1,9 +1,8 @@
 // A log, or two beside each other, at a time that is chosen.
 
 import { Panel } from "./panel.js";
-import { element, say } from "./elements.js";
+import { element, say, status } from "./elements.js";
 import { ask } from "./server.js";
-import { status } from "./status.js";
 import { seconds } from "./words.js";
 
 const SPEEDS = [0.5, 1, 2, 5, 10, 50];

@@ -1,8 +1,12 @@
-// Arrows between lanes that are in sight: of requests on their way, and of those just arrived.
+// Moves: those that are in sight, and the latest.
+
+import { element, say } from "./elements.js";
+import { OUTCOMES, clock, seconds, whole } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const SHOWN_SECONDS = 4, SHOWN_GONE = 6;
+const SHOWN_SECONDS = 4, SHOWN_GONE = 6, LISTED = 14;
 
+// Arrows between lanes that are in sight: of requests on their way, and of those just arrived.
 export class MoveArcs {
   #picture = document.createElementNS(SVG, "svg");
   #paths = new Map();
@@ -65,4 +69,45 @@ function arc(from, to, box, i) {
   const bulge = Math.min(x1, x2) - 16 - spread;
   const head = `M${x2 - 7} ${y2 - 5}L${x2 + 1} ${y2}L${x2 - 7} ${y2 + 5}`;
   return `M${x1} ${y1}C${bulge} ${y1} ${bulge} ${y2} ${x2} ${y2}${head}`;
+}
+
+// The latest moves, newest first.
+export class MoveList {
+  #list = element("ol", { tabIndex: 0, "aria-label": "Latest moves" });
+  #title = element("h3", {}, "Moves");
+  #shown = "";
+
+  constructor() {
+    this.section = element("section", { class: "moves" }, this.#title, this.#list);
+  }
+
+  update(snapshot, about) {
+    const moves = snapshot.moves.slice(-LISTED).reverse();
+    const shown = JSON.stringify(moves);
+    if (shown === this.#shown && this.#list.children.length) return;
+    this.#shown = shown;
+    if (!moves.length) {
+      this.#list.replaceChildren(element("li", { class: "none" }, "none so far"));
+      return;
+    }
+    this.#list.replaceChildren(...moves.map((move) => this.#item(move, about)));
+  }
+
+  #item(move, about) {
+    const moved = move.outcome === "moved";
+    const outcome = OUTCOMES[move.outcome] ?? move.outcome;
+    const pause = move.pause === null ? "" : `, paused ${seconds(move.pause)}`;
+    return element(
+      "li",
+      { class: moved ? "moved" : "stayed" },
+      element(
+        "p",
+        {},
+        element("b", {}, `${moved ? "✓" : "✕"} ${move.name}`),
+        element("time", {}, clock(move, about)),
+      ),
+      element("p", {}, `${move.source} → ${move.target} after ${whole(move.tokens)} tokens`),
+      element("p", { class: "why" }, `${outcome}${pause} · ${move.reason}`),
+    );
+  }
 }
