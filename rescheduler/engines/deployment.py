@@ -12,7 +12,7 @@ import msgspec
 from data_collection.files import read_yaml
 from predictor.live.zmq_sockets import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
-from rescheduler.emulation.emulate_options import EmulateOptions
+from rescheduler.emulation.emulate_options import EmulateOptions, Positive
 from rescheduler.emulation.step_barrier import MOST_RANKS
 from rescheduler.ordering.expected_rest import Victim
 from rescheduler.ordering.service_order import read_engine_order
@@ -40,7 +40,6 @@ class TraceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return "http/protobuf" if has_path else "grpc"
 
 
-Positive = Annotated[int, msgspec.Meta(gt=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]

@@ -67,25 +67,14 @@ def with_bound_addresses(deployment: Deployment, instances: Sequence[Instance]) 
     Raises:
         DeploymentError: a name has no address here, or one that other machines cannot reach.
     """
-    return replace(
-        deployment,
-        instances=[
-            _bound(instance, f"instances[{i}]") if instance in instances else instance
-            for i, instance in enumerate(deployment.instances)
-        ],
-    )
-
-
-def _bound(instance: Instance, where: str) -> Instance:
-    endpoints = {field: getattr(instance, field) for field in ("url", "control", "telemetry")}
-    return replace(
-        instance,
-        **{
-            field: bound_address(endpoint, f"{where}.{field}")
-            for field, endpoint in endpoints.items()
-            if endpoint is not None
-        },
-    )
+    here = list(deployment.instances)
+    for i, instance in enumerate(deployment.instances):
+        for field in ("url", "control", "telemetry") if instance in instances else ():
+            endpoint = getattr(instance, field)
+            if endpoint is not None:
+                bound = bound_address(endpoint, f"instances[{i}].{field}")
+                here[i] = replace(here[i], **{field: bound})
+    return replace(deployment, instances=here)
 
 
 def bound_address(endpoint: str, where: str) -> str:

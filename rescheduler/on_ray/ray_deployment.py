@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from predictor.live.zmq_sockets import tcp_endpoint
+from rescheduler.emulation.emulate_options import Positive
 from rescheduler.engines.deployment import (
     CoordinatorOptions,
     Deployment,
     DeploymentError,
+    Seconds,
     check_policies,
 )
 from rescheduler.serving.connection import url_of
@@ -22,10 +24,8 @@ _PROXY_STEP = 10
 _ENGINE_PORTS = 4  # HTTP, control, telemetry, NIXL's side channel
 _COORDINATOR_PORTS = 3
 
-Count = Annotated[int, msgspec.Meta(gt=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Resource = Annotated[str, msgspec.Meta(min_length=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class RayInstances(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -41,7 +41,7 @@ class RayInstances(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """
 
     role: Literal["prefill", "decode"]
-    replicas: Count = 1
+    replicas: Positive = 1
     num_cpus: Amount = 1.0
     num_gpus: Amount = 0.0
     resources: dict[Resource, Amount] = {}
@@ -68,7 +68,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     instances: list[RayInstances]
     address: str = _ADDRESS
     namespace: str = _NAMESPACE
-    proxies: Count = 1
+    proxies: Positive = 1
     reserve_seconds: Seconds = 60.0
 
 
