@@ -258,7 +258,9 @@ def demo(
         raise ValueError(f"--pairs must be between 1 and {len(_HEROES)}, not {pairs}")
     with ExitStack() as stack:
         if config is not None:
-            deployment = _on_free_port(config)
+            port, admin_port = free_ports(2)  # another proxy may run
+            proxy = replace(config.proxy, host="127.0.0.1", port=port, admin_port=admin_port)
+            deployment = replace(config, proxy=proxy)
         else:
             deployment = local_deployment("smollm2", _ENGINE, migration=_MIGRATION)
             say(f"Starting one prefill and two decode engines, logs in {logs}")
@@ -347,10 +349,3 @@ def _table(columns: Sequence[dict[str, float]], objectives: Objectives) -> Table
     ):
         table.add_row(label, *(form.format(scale * figures[name]) for figures in columns))
     return table
-
-
-def _on_free_port(deployment: Deployment) -> Deployment:
-    """Return a deployment whose proxy is another than the one that may run."""
-    port, admin_port = free_ports(2)
-    proxy = replace(deployment.proxy, host="127.0.0.1", port=port, admin_port=admin_port)
-    return replace(deployment, proxy=proxy)

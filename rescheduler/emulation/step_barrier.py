@@ -82,8 +82,10 @@ class StepBarrier:
         mine = self._shared["rank"][self._rank]
         while True:
             with self._locked():
-                if time.perf_counter() > limit:
-                    self._leave_others_out(number)
+                if time.perf_counter() > limit and self._shared["closed"] < number:
+                    ranks = self._shared["rank"]
+                    ranks["steps"][ranks["round"] < number] = 0  # nobody waits for the others
+                    self._close_if_complete()
                 if mine["ended"] >= number:
                     return float(mine["start"]), float(mine["due"])
             time.sleep(_POLL_SECONDS)
@@ -136,12 +138,6 @@ class StepBarrier:
         if follows and now - shared["due"] < self._patience:
             shared["start"] = shared["due"]
         return 0.0
-
-    def _leave_others_out(self, number: int) -> None:
-        if self._shared["closed"] < number:
-            ranks = self._shared["rank"]
-            ranks["steps"][ranks["round"] < number] = 0
-            self._close_if_complete()
 
     def _close_if_complete(self) -> None:
         shared, ranks = self._shared, self._shared["rank"]

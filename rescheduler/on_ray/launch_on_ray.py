@@ -89,7 +89,6 @@ def _launched(deployment: RayDeployment, logs: Path, report: Report) -> list[Ser
     with connected(options.address, options.namespace) as cluster, ending_signals_raised():
         where = places(options)
         bundles = [place.bundle for place in where]
-        cluster.refuse_running()
         ours = False
         try:
             with ending_signals_held():

@@ -107,8 +107,10 @@ class RayCluster:
         """Ask for bundles of resources, each of one node; `where_reserved` waits for them.
 
         Raises:
-            LaunchError: a deployment of this namespace has some already.
+            LaunchError: a deployment of this namespace runs, or something is left of one.
         """
+        if self.reserved() or self.names():
+            raise LaunchError(self._taken())
         wanted = [dict(bundle) for bundle in bundles]
         kept = {"name": _PLACES, "lifetime": "detached"}
         try:
@@ -133,15 +135,6 @@ class RayCluster:
     def reserved(self) -> bool:
         """Return whether this deployment has reserved anything."""
         return self._places() is not None
-
-    def refuse_running(self) -> None:
-        """Refuse to start a second deployment beside one, or beside what is left of one.
-
-        Raises:
-            LaunchError: there is one.
-        """
-        if self.reserved() or self.names():
-            raise LaunchError(self._taken())
 
     def on_nodes(
         self, nodes: Mapping[str, str], work: Callable[..., Any], *arguments: Any
