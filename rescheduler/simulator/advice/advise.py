@@ -1,7 +1,9 @@
 """`headway advise`: estimate whether forecasting pays off on a trace."""
 
+import os
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,15 +12,40 @@ import numpy as np
 
 from data_collection.files import refuse_unwritable
 from data_collection.workload.arrivals import TimeUnit
-from rescheduler.simulator.advice.study import Study
 from rescheduler.simulator.advice.text import advice_text, draw_advice
-from rescheduler.simulator.advice.verdicts import ROUTERS, Clock
+from rescheduler.simulator.advice.verdicts import (
+    ORDER_LOAD,
+    ROUTERS,
+    Case,
+    Clock,
+    Gain,
+    Judgement,
+    OrderGains,
+    Quality,
+    Scenario,
+    capacity,
+    case_figures,
+    gain,
+    judge,
+    judge_quality,
+    ladder,
+    order_cases,
+    order_gains,
+    quality_cases,
+    scenarios,
+)
 from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     SimulationConfig,
     SLOConfig,
 )
-from rescheduler.simulator.experiments.workers import compile_notice
+from rescheduler.simulator.experiments.workers import (
+    Figures,
+    compile_notice,
+    gather,
+    run_in_threads,
+)
+from rescheduler.simulator.results.metrics import summarise
 from rescheduler.simulator.results.report import (
     about,
     json_text,
@@ -33,13 +60,14 @@ from rescheduler.simulator.workloads.forecast_recording import (
 from rescheduler.simulator.workloads.trace import ResampledTrace, first_requests
 from rescheduler.simulator.workloads.trace_files import TraceFile
 from rescheduler.simulator.workloads.trace_formats import TraceFormatName
-from rescheduler.step_time.step_time import create_step_time
+from rescheduler.step_time.step_time import StepTime, create_step_time
 
 _MOST_READ = 1_000_000
 _REQUESTS = 20_000
 _TOKENS = 20_000_000
 _TURNS = 8
 _MOST_LOAD = 1.2
+_MOST_WORKERS = 8
 
 
 def advise(
@@ -202,3 +230,172 @@ def _described(
                     "and cannot keep up with the trace: only the overloaded cluster is judged."
                 )
     return sentences
+
+
+class Study:
+    """All runs of one advice, and what they say.
+
+    Args:
+        config: cluster, seeds, objectives; clock and arrivals are each scenario's.
+        trace: of the requests, as many as each run simulates.
+        step_time: seconds of a step.
+        sigma: spread of forecasts of real quality.
+
+    Attributes:
+        capacities: requests per second, by clock.
+        cases: routers in order of what they need to know.
+    """
+
+    def __init__(
+        self, config: SimulationConfig, trace: ResampledTrace, step_time: StepTime, sigma: float
+    ) -> None:
+        self.capacities: dict[Clock, float] = {}
+        self.cases: list[Case] = []
+        self._config = config
+        self._trace = trace
+        self._step_time = step_time
+        self._sigma = sigma
+        self._scenarios: list[Scenario] = []
+        self._runs: dict[Scenario, dict[str, dict[int, Figures]]] = {}
+
+    def simulate(self, clocks: Sequence[Clock], load: float | None) -> bool:
+        """Run everything, one seed after the other; return whether Ctrl-C ended that.
+
+        The quality of forecasts is varied in the scenario where the truth gains most; if it gains
+        measurably in none, behind the barrier of an overloaded cluster.
+        """
+        if gather(self._pilots(clocks), len(clocks), lambda clock, found: None, str):
+            return True
+        orders = order_cases(self._sigma)
+        if self._run_all("orders of service", [self._order_scenario()], orders):
+            return True
+        self.cases = ladder(self._sigma)
+        self._scenarios = scenarios(self.capacities, self._trace, load)
+        if self._run_all("routers", self._scenarios, self.cases):
+            return True
+        tried = self._quality_scenario(self.judgements())
+        return self._run_all("quality of forecasts", [tried], self._quality_cases())
+
+    def order(self) -> OrderGains | None:
+        """Return what an order of service gains, if all of that was simulated."""
+        scenario, cases = self._order_scenario(), order_cases(self._sigma)
+        runs = self._runs.get(scenario, {})
+        if not all(runs.get(case.key) for case in cases):
+            return None
+        return order_gains(scenario.clock, cases, runs)
+
+    def judgements(self) -> list[Judgement]:
+        """Return the verdict on every scenario in which each router has a run."""
+        return [
+            judge(scenario, self.cases, self._runs[scenario], self._config.slo)
+            for scenario in self._scenarios
+            if all(self._runs.get(scenario, {}).get(case.key) for case in self.cases)
+        ]
+
+    def quality(self, judged: Sequence[Judgement]) -> Quality | None:
+        """Return how good forecasts must be, if that was simulated."""
+        scenario = self._quality_scenario(judged)
+        runs = self._runs[scenario]
+        titles = [case.key for case in self._quality_cases() if case.key in runs]
+        if not titles:
+            return None
+        judgement = next(j for j in judged if j.scenario is scenario)
+        return judge_quality(judgement, titles, runs, self._sigma)
+
+    def gains(self, judged: Sequence[Judgement]) -> dict[str, dict[str, Gain]]:
+        """Return the gains over the first router, by scenario and router."""
+        gains: dict[str, dict[str, Gain]] = {}
+        for judgement in judged:
+            runs = self._runs[judgement.scenario]
+            base = runs[judgement.today.key]
+            gains[judgement.scenario.key] = {
+                case.key: gain(runs[case.key], base, judgement.figure) for case in self.cases
+            }
+        return gains
+
+    def document(self, judged: Sequence[Judgement], quality: Quality | None) -> dict[str, Any]:
+        """Return all figures and verdicts, as JSON takes them."""
+        order = self.order()
+        return {
+            "order": None
+            if order is None
+            else {
+                "clock": order.clock,
+                "load": ORDER_LOAD,
+                "recommended": order.pays,
+                "latency_gain": {key: value.plain for key, value in order.latency.items()},
+                "latency_p99_gain": {key: value.plain for key, value in order.tail.items()},
+            },
+            "scenarios": {j.scenario.key: self._scenario_document(j) for j in judged},
+            "quality": None
+            if quality is None
+            else {
+                "scenario": quality.scenario.key,
+                "judged_by": quality.figure,
+                "compared_with": quality.blind.key,
+                "real_sigma": quality.sigma,
+                "measurable_up_to_sigma": quality.lasts,
+                "gains": {title: value.plain for title, value in quality.gains.items()},
+            },
+        }
+
+    def _scenario_document(self, judgement: Judgement) -> dict[str, Any]:
+        scenario, runs = judgement.scenario, self._runs[judgement.scenario]
+        base = runs[judgement.today.key]
+        routers = {
+            key: {
+                "gain": gain(by_seed, base, judgement.figure).plain,
+                **summarise(list(by_seed.values())).plain,
+            }
+            for key, by_seed in runs.items()
+        }
+        return {
+            "clock": scenario.clock,
+            "load": scenario.load,
+            "rate_scale": scenario.scale,
+            "capacity_requests_per_s": scenario.capacity,
+            "judged_by": judgement.figure,
+            "compared_with": judgement.today.key,
+            "best_without_lookahead": judgement.blind.key,
+            "lookahead_gain": {key: value.plain for key, value in judgement.ahead.items()},
+            "recommended": judgement.choice.key,
+            "recommended_policy": {"name": judgement.choice.policy} | judgement.choice.options,
+            "routers": routers,
+        }
+
+    def _quality_scenario(self, judged: Sequence[Judgement]) -> Scenario:
+        def gained(judgement: Judgement) -> tuple[bool, bool, bool, float]:
+            truth, scenario = judgement.ahead["bfio_oracle"], judgement.scenario
+            return truth.better, scenario.clock == "barrier", scenario.load is None, truth.mean
+
+        return max(judged, key=gained).scenario
+
+    def _quality_cases(self) -> list[Case]:
+        return quality_cases(int(self._trace.recorded.output.max()))
+
+    def _pilots(self, clocks: Sequence[Clock]) -> Generator[tuple[str, None], None, None]:
+        """Estimate the capacity with each clock."""
+        config, trace, step_time = self._config, self._trace, self._step_time
+        for clock in clocks:
+            self.capacities[clock] = capacity(config, trace, step_time, clock)
+            yield f"capacity, {clock}", None
+
+    def _order_scenario(self) -> Scenario:
+        clock, most = list(self.capacities.items())[-1]
+        return Scenario(clock, ORDER_LOAD, 1.0, False, most, at_random=True)
+
+    def _run_all(self, title: str, tried: Sequence[Scenario], cases: Sequence[Case]) -> bool:
+        """Run cases with one seed after the other; return whether Ctrl-C ended that."""
+        config, trace, step_time = self._config, self._trace, self._step_time
+        seeds = range(config.seeds)
+        jobs = [(scenario, case, i) for i in seeds for scenario in tried for case in cases]
+
+        def figures(job: tuple[Scenario, Case, int]) -> Figures:
+            return case_figures(*job, config, trace, step_time)
+
+        def keep(job: tuple[Scenario, Case, int], found: Figures) -> None:
+            scenario, case, seed = job
+            self._runs.setdefault(scenario, defaultdict(dict))[case.key][seed] = found
+
+        outcomes = run_in_threads(jobs, figures, min(os.cpu_count() or 1, _MOST_WORKERS))
+        return gather(outcomes, len(jobs), keep, lambda job: title)

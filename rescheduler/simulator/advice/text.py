@@ -6,8 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from rescheduler.simulator.advice.orders import LOAD, OrderGains
-from rescheduler.simulator.advice.verdicts import WORTH, Case, Gain, Judgement, Quality
+from rescheduler.simulator.advice.verdicts import (
+    ORDER_LOAD,
+    WORTH,
+    Case,
+    Gain,
+    Judgement,
+    OrderGains,
+    Quality,
+)
 from rescheduler.simulator.results.report import COLOURS, finish_axes
 from rescheduler.simulator.workloads.forecast_recording import MEASURED_INTERVAL
 
@@ -73,8 +80,8 @@ def _order(gains: OrderGains) -> str:
     elif gains.pays is not None and -gains.tail[gains.pays].mean > gains.tail[gains.pays].half:
         paying += " The slowest requests become slower."
     return (
-        f"Who goes first, {clock} at {LOAD:.0%} of capacity: short requests first (boost) instead "
-        f"of in order of arrival, mean latency {said}. {paying}"
+        f"Who goes first, {clock} at {ORDER_LOAD:.0%} of capacity: short requests first (boost) "
+        f"instead of in order of arrival, mean latency {said}. {paying}"
     )
 
 
@@ -143,6 +150,9 @@ def _quality(quality: Quality) -> str:
     )
 
 
+_TOLD = {"ages": " with forecast kaplan_meier", "forecasts": " with a forecast"}
+
+
 def _recommendation(judgements: Sequence[Judgement], sigma: float) -> str:
     chosen: dict[str, tuple[Case, list[str]]] = {}
     for judgement in judgements:
@@ -157,7 +167,8 @@ def _recommendation(judgements: Sequence[Judgement], sigma: float) -> str:
         answer = "Looking ahead pays here, and needs no model: Kaplan-Meier given age is enough."
     everywhere = len(chosen) == 1
     configure = "; ".join(
-        f"{case.configured}{_told(case)} {'in every case above' if everywhere else _where(where)}"
+        f"{case.configured}{_TOLD.get(case.knows, '')} "
+        f"{'in every case above' if everywhere else _where(where)}"
         for case, where in chosen.values()
     )
     if any(judgement.by_load.seeds == 1 for judgement in judgements):
@@ -172,12 +183,6 @@ def _recommendation(judgements: Sequence[Judgement], sigma: float) -> str:
 
 def _where(keys: Sequence[str]) -> str:
     return f"for {' and '.join(f'[{key}]' for key in keys)}"
-
-
-def _told(case: Case) -> str:
-    return {"ages": " with forecast kaplan_meier", "forecasts": " with a forecast"}.get(
-        case.knows, ""
-    )
 
 
 def _seconds(value: float) -> str:

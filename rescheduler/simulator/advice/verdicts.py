@@ -1,4 +1,4 @@
-"""What a trace's simulations say of routing and forecasts: gains, intervals, and a choice."""
+"""What a trace's simulations say of routers, orders and forecasts: gains, intervals, a choice."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from rescheduler.ordering import create_order
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
@@ -28,14 +29,21 @@ ROUTERS = ("vllm", "jsq", "jsq_load", "bfio", "fast_phi")
 
 SIGMAS = (0.25, 0.5, 1.0, 2.0)
 BINS = (6, 4, 2)
+ORDER_LOAD = 1.2
+"""Of the capacity: who goes first matters where somebody waits."""
+
 _IDLE_LOAD = 0.25
 _LEAST_REQUESTS = 2_000
 _ORACLE = {"name": "oracle"}
 _KAPLAN_MEIER = {"name": "kaplan_meier"}
+_AS_THEY_COME = {"name": "fcfs"}
+
+
+Knowledge = Literal["counts", "loads", "ages", "forecasts", "truth"]
 
 
 class Case(NamedTuple):
-    """A router and what it knows.
+    """A router, an order of service, and what they know.
 
     Attributes:
         key: in results.
@@ -44,14 +52,16 @@ class Case(NamedTuple):
         policy: name of the routing policy.
         options: of the policy.
         forecast: {name, ...} of its source of forecasts.
+        order: {name, ...} of the order of service.
     """
 
     key: str
     title: str
-    knows: Literal["counts", "loads", "ages", "forecasts", "truth"]
+    knows: Knowledge
     policy: str
     options: dict[str, Any]
     forecast: dict[str, Any]
+    order: dict[str, Any] = _AS_THEY_COME
 
     @property
     def configured(self) -> str:
@@ -69,6 +79,7 @@ class Scenario(NamedTuple):
         scale: multiplies the trace's rate to that end.
         recorded: the trace's rate is as it was recorded.
         capacity: requests per second that the cluster was estimated to finish.
+        at_random: requests come at random at that part of the capacity, not as in the trace.
     """
 
     clock: Clock
@@ -76,6 +87,7 @@ class Scenario(NamedTuple):
     scale: float
     recorded: bool
     capacity: float
+    at_random: bool = False
 
     @property
     def key(self) -> str:
@@ -126,6 +138,24 @@ def quality_cases(longest: int) -> list[Case]:
     ]
     return [
         Case(title, title, "forecasts", "bfio", {}, forecast) for title, forecast in noise + bins
+    ]
+
+
+def order_cases(sigma: float) -> list[Case]:
+    """Return orders of service from knowing nothing to knowing the truth."""
+    boost = {"name": "boost"}
+    noisy = {"name": "noisy", "sigma": sigma, "interval": MEASURED_INTERVAL}
+
+    def case(
+        key: str, knows: Knowledge, forecast: dict[str, Any], order: dict[str, Any] = boost
+    ) -> Case:
+        return Case(key, key, knows, "jsq_load", {}, forecast, order)
+
+    return [
+        case("fcfs", "loads", {"name": "none"}, _AS_THEY_COME),
+        case("past_lengths", "ages", _KAPLAN_MEIER),
+        case("real_forecasts", "forecasts", noisy),
+        case("true_lengths", "truth", _ORACLE),
     ]
 
 
@@ -182,13 +212,12 @@ def case_figures(
     trace: ResampledTrace,
     step_time: StepTime,
 ) -> dict[str, float]:
-    """Simulate one router with one seed; return its figures, see `run_metrics`.
+    """Simulate one case with one seed; return its figures, see `run_metrics`.
 
     An overloaded run ends before its requests do, after the steps in which full instances would
     generate the tokens of ``trace.requests``, so that none of them runs empty. Below a quarter of
     the capacity fewer requests are simulated, 2,000 at least: a nearly idle cluster takes a long
-    time to serve many, and its routers hardly differ. ``latency`` is the mean of end − arrival,
-    and ``requests`` counts those that finished.
+    time to serve many, and its routers hardly differ. ``requests`` counts those that finished.
     """
     cluster = config.cluster
     places = cluster.instances * cluster.slots
@@ -201,6 +230,8 @@ def case_figures(
         max_steps = max(int(tokens / every_step), 1)
     else:
         arrivals, max_steps = ArrivalsConfig("trace", scale=scenario.scale), None
+        if scenario.at_random:
+            arrivals = ArrivalsConfig("poisson", rate=scenario.load * scenario.capacity)
         fewer = int(trace.requests * scenario.load / _IDLE_LOAD)
         least = min(trace.requests, _LEAST_REQUESTS)
         trace = replace(trace, requests=max(min(trace.requests, fewer), least))
@@ -211,13 +242,9 @@ def case_figures(
         step_time=step_time,
         power=power_model(config.power),
     )
-    result = run(setup, create_policy(case.policy, **case.options), seed, case.key)
-    figures = run_metrics(result, config.slo)
-    requests = result.requests
-    figures["requests"] = float(len(requests.number))
-    if len(requests.number):
-        figures["latency"] = float(np.mean(requests.end - requests.arrival))
-    return figures
+    policy, order = create_policy(case.policy, **case.options), create_order(**case.order)
+    result = run(setup, policy, seed, case.key, order=order)
+    return run_metrics(result, config.slo) | {"requests": float(len(result.requests.number))}
 
 
 WORTH = 0.01
@@ -226,11 +253,11 @@ WORTH = 0.01
 Runs = Mapping[str, Mapping[int, Mapping[str, float]]]
 """Case's key -> seed -> figures of the run, all of one scenario."""
 
-_LESS_IS_BETTER = {"latency"}
+_LESS_IS_BETTER = {"latency", "latency_p99"}
 
 
 class Gain(NamedTuple):
-    """How much better one router is than another; above 0 is better.
+    """How much better one case is than another; above 0 is better.
 
     Attributes:
         mean: relative, over seeds.
@@ -256,6 +283,12 @@ class Gain(NamedTuple):
     def pays(self) -> bool:
         """Whether it is measurably better, and by no trifle."""
         return self.better and self.mean >= WORTH
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Its values as JSON takes them."""
+        half = self.half if self.seeds > 1 else None
+        return {"mean": self.mean, "ci95": half, "seeds": self.seeds, "measurable": self.measurable}
 
 
 class Judgement(NamedTuple):
@@ -306,6 +339,22 @@ class Quality(NamedTuple):
     gains: dict[str, Gain]
     sigma: float
     lasts: float | None
+
+
+class OrderGains(NamedTuple):
+    """Gains of boosts over the order of arrival, by what they know.
+
+    Attributes:
+        clock: of the instances.
+        latency: key of the case → gain in mean latency.
+        tail: key of the case → gain in P99 latency.
+        pays: key of the case that is recommended; None where none gains measurably.
+    """
+
+    clock: Clock
+    latency: dict[str, Gain]
+    tail: dict[str, Gain]
+    pays: str | None
 
 
 def judged_figure(scenario: Scenario, slo: SLOConfig | None) -> str:
@@ -414,3 +463,16 @@ def judge_quality(judgement: Judgement, titles: Sequence[str], runs: Runs, sigma
         lasts = float(title.split()[1])
     gains["real"] = judgement.ahead["bfio_measured"]
     return Quality(judgement.scenario, figure, judgement.blind, gains, sigma, lasts)
+
+
+def order_gains(clock: Clock, cases: Sequence[Case], runs: Runs) -> OrderGains:
+    """Return what the runs say; one that needs forecasts must gain more than one that does not."""
+    base, others = cases[0].key, [case.key for case in cases[1:]]
+    latency, tail = (
+        {key: gain(runs[key], runs[base], figure) for key in others}
+        for figure in ("latency", "latency_p99")
+    )
+    pays = "past_lengths" if latency["past_lengths"].pays else None
+    if gain(runs["real_forecasts"], runs[pays or base], "latency").pays:
+        pays = "real_forecasts"
+    return OrderGains(clock, latency, tail, pays)

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rescheduler.simulator.advice.advise import advise
-from rescheduler.simulator.advice.orders import order_cases, order_gains
-from rescheduler.simulator.advice.study import Study
+from rescheduler.simulator.advice.advise import Study, advise
 from rescheduler.simulator.advice.text import advice_text, in_words
 from rescheduler.simulator.advice.verdicts import (
     Gain,
@@ -25,6 +23,8 @@ from rescheduler.simulator.advice.verdicts import (
     judge,
     judge_quality,
     ladder,
+    order_cases,
+    order_gains,
     scenarios,
 )
 from rescheduler.simulator.config.simulation_config import (
