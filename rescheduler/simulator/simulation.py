@@ -1,6 +1,5 @@
 """One run of a policy on the simulated cluster, from Python."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -37,7 +36,7 @@ from rescheduler.simulator.engine.engine_state import (
     with_wider_pool,
 )
 from rescheduler.simulator.engine.routing_inputs import gather_placed, simulated_migration_inputs
-from rescheduler.simulator.engine.step_metrics import PowerModel, power_model
+from rescheduler.simulator.engine.step_metrics import power_model
 from rescheduler.simulator.forecasts.forecast_arrays import (
     CURVE,
     MARGINAL,
@@ -63,14 +62,12 @@ class RunSetup:
         trace: its requests; a run draws its own blocks with a generator of its seed.
         forecast: published to the policies.
         step_time: seconds of a step.
-        power: watts of a GPU.
     """
 
     config: SimulationConfig
     trace: Trace
     forecast: ForecastSource
     step_time: StepTime
-    power: PowerModel
 
 
 class Candidate(NamedTuple):
@@ -106,13 +103,7 @@ def run_setup(config: SimulationConfig) -> RunSetup:
     slots = config.cluster.slots
     step_time = checked("step_time", partial(create_step_time, slots=slots), config.step_time)
     service_rules(config, step_time)
-    return RunSetup(
-        config=config,
-        trace=trace,
-        forecast=forecast,
-        step_time=step_time,
-        power=power_model(config.power),
-    )
+    return RunSetup(config, trace, forecast, step_time)
 
 
 def create_policies(config: SimulationConfig) -> dict[str, RoutingPolicy]:
@@ -213,7 +204,11 @@ def run(
 
 
 class Simulation:
-    """A cluster under simulation, which can be paused, looked at, and interfered with."""
+    """A cluster under simulation, which can be paused, looked at, and interfered with.
+
+    Attributes:
+        engine: what the compiled engine works on; `provide` may put other arrays into it.
+    """
 
     def __init__(
         self,
@@ -258,19 +253,21 @@ class Simulation:
                 "another policy"
             )
         self.planner = planner
-        self._rules = _rules(setup, self.policy, planner)
-        self._step_time, self._power = setup.step_time, setup.power
+        rules = _rules(setup, self.policy, planner)
         servers = config.prefill.instances if config.prefill.kind == "stage" else 0
-        self._cluster = new_cluster(self._rules, servers)
-        self._batch = new_batch_arrays(len(self._cluster.requests))
-        self._cluster.instances["budget"] = _idle_budget(self._rules)
-        self._arrivals = new_arrivals(self._rules, servers)
-        self._series = new_series(self._rules)
-        kernel = kernel_of(self.policy)
+        kernel, order = kernel_of(self.policy), self.order.parameters()
         self._kernel = NO_KERNEL if kernel is None else kernel
-        asks = kernel is None
-        self._policy_state = new_policy_state(
-            self._rules, self.policy, asks, self.forecast, self.order.parameters()
+        cluster = new_cluster(rules, servers)
+        cluster.instances["budget"] = _idle_budget(rules)
+        self.engine = EngineParts(
+            rules=rules,
+            step_time=setup.step_time,
+            power_model=power_model(config.power),
+            policy_state=new_policy_state(rules, self.policy, kernel is None, self.forecast, order),
+            cluster=cluster,
+            batch=new_batch_arrays(len(cluster.requests)),
+            arrivals=new_arrivals(rules, servers),
+            series=new_series(rules),
         )
         self._points = np.empty(0, dtype=np.int64) if planner is None else planner.points()
         generator = np.random.default_rng(seed)
@@ -281,14 +278,19 @@ class Simulation:
         self._finished: list[RequestRecords] = []
 
     @property
+    def _scalars(self) -> Any:
+        """The engine's own record, which keeps what is written to it."""
+        return self.engine.cluster.scalars[0]
+
+    @property
     def now(self) -> float:
         """Seconds since the start."""
-        return float(self._cluster.scalars["now"][0])
+        return float(self._scalars["now"])
 
     @property
     def joules(self) -> float:
         """Energy of all GPUs so far, utilisation being own load / max load."""
-        return float(self._cluster.scalars["energy_load_joules"][0])
+        return float(self._scalars["energy_load_joules"])
 
     def advance(self, until: float = inf) -> bool:
         """Simulate to a time, or to the end; return whether there is more to do.
@@ -298,28 +300,39 @@ class Simulation:
         """
         while not self.done:
             with held_interrupts():
-                wanted = advance(*self.parts(), self._kernel, until)
+                wanted = advance(self.engine, self._kernel, until)
             if wanted == Wanted.PAUSED:
                 return True
             self.provide(wanted)
         return False
 
-    def parts(self) -> EngineParts:
-        """Return what the engine works on; other arrays may take their place in `provide`."""
-        return EngineParts(
-            self._rules,
-            self._step_time,
-            self._power,
-            self._policy_state,
-            self._cluster,
-            self._batch,
-            self._arrivals,
-            self._series,
-        )
-
     def provide(self, wanted: int) -> None:
         """Do what the engine returned for, which is not `Wanted.PAUSED`."""
-        _HANDLERS[wanted](self)
+        match wanted:
+            case Wanted.DONE:
+                self.done = True
+            case Wanted.TRACE:
+                self._next_block()
+            case Wanted.GROW:
+                cluster = with_more_rows(self.engine.cluster)
+                batch = new_batch_arrays(len(cluster.requests))
+                self.engine = self.engine._replace(cluster=cluster, batch=batch)
+            case Wanted.WIDEN:
+                arrivals, state = with_wider_pool(self.engine.arrivals, self.engine.policy_state)
+                self.engine = self.engine._replace(arrivals=arrivals, policy_state=state)
+            case Wanted.FLUSH:
+                self._flush()
+            case Wanted.ASK:
+                self._ask()
+            case Wanted.PLAN:
+                self._plan()
+            case Wanted.STUCK:
+                raise RuntimeError(
+                    f"{self.policy.name} leaves {self._scalars['in_system']} requests "
+                    "waiting on an idle cluster: nothing would ever happen again"
+                )
+            case Wanted.OVERSIZED:
+                self._refuse_oversized()
 
     def view(self, shown: int | None = None) -> ClusterView:
         """Return the cluster as a policy sees it; queued requests are among the running ones.
@@ -327,14 +340,14 @@ class Simulation:
         Args:
             shown: so many of the waiting requests, in the order of service; all when None.
         """
-        requests, placed = self._cluster.requests, self._placed()
-        pool = self._arrivals.pool[: self._cluster.scalars["waiting"][0]][:shown]
-        instances, n = self._cluster.instances, self._rules.n_instances
+        rules, requests, placed = self.engine.rules, self.engine.cluster.requests, self._placed()
+        pool = self.engine.arrivals.pool[: self._scalars["waiting"]][:shown]
+        instances = self.engine.cluster.instances
         prompt = requests["prompt"][placed["row"]]
         waiting_prompt = requests["prompt"][pool]
         return ClusterView(
-            slots=np.full(n, self._rules.slots),
-            kv_capacity=self._rules.kv_capacity - instances["leaving_tokens"],
+            slots=np.full(rules.n_instances, rules.slots),
+            kv_capacity=rules.kv_capacity - instances["leaving_tokens"],
             queued=instances["queued"] + instances["arriving"],
             instance=placed["instance"].copy(),
             prompt_tokens=prompt,
@@ -343,22 +356,22 @@ class Simulation:
             waiting_prompt_tokens=waiting_prompt,
             waiting_generated_tokens=requests["context"][pool] - waiting_prompt,
             waiting_forecast=self._forecast(pool, requests["generated"][pool]),
-            waited_steps=self._cluster.scalars["steps"][0] - requests["entered"][pool],
-            dispatched=int(self._cluster.scalars["dispatched"][0]),
-            instant=self._rules.queueing,
+            waited_steps=self._scalars["steps"] - requests["entered"][pool],
+            dispatched=int(self._scalars["dispatched"]),
+            instant=rules.queueing,
             since_move=placed["since_move"].copy(),
-            prefill_budget=instances["budget"].copy() if self._rules.service.reports else None,
+            prefill_budget=instances["budget"].copy() if rules.service.reports else None,
         )
 
     def running_numbers(self) -> IntArray:
         """Return which request of the trace each running request of the view is, [n_running]."""
-        numbers: IntArray = self._cluster.requests["number"][self._placed()["row"]]
+        numbers: IntArray = self.engine.cluster.requests["number"][self._placed()["row"]]
         return numbers
 
     def waiting_numbers(self) -> IntArray:
         """Return which request of the trace each waiting request of the view is, [n_waiting]."""
-        pool = self._arrivals.pool[: self._cluster.scalars["waiting"][0]]
-        numbers: IntArray = self._cluster.requests["number"][pool]
+        pool = self.engine.arrivals.pool[: self._scalars["waiting"]]
+        numbers: IntArray = self.engine.cluster.requests["number"][pool]
         return numbers
 
     def migrate(self, number: int, target: int) -> None:
@@ -372,13 +385,14 @@ class Simulation:
             ValueError: no such request decodes, or it is to go where it is; or decodes may sit
                 steps out, with which migration is not simulated.
         """
-        if self._rules.service.forms:
+        rules, cluster = self.engine.rules, self.engine.cluster
+        if rules.service.forms:
             raise ValueError("migration is not simulated where decodes may sit a step out")
-        if not 0 <= target < self._rules.n_instances:
-            raise ValueError(f"instance {target} is not one of {self._rules.n_instances}")
-        for g in range(self._rules.n_instances):
-            rows = self._cluster.slot_request[g, : self._cluster.instances["decoding"][g]]
-            for row in rows[self._cluster.requests["number"][rows] == number]:
+        if not 0 <= target < rules.n_instances:
+            raise ValueError(f"instance {target} is not one of {rules.n_instances}")
+        for g in range(rules.n_instances):
+            rows = cluster.slot_request[g, : cluster.instances["decoding"][g]]
+            for row in rows[cluster.requests["number"][rows] == number]:
                 if g == target:
                     raise ValueError(f"request {number} is on instance {g} already")
                 self._send(row, target)
@@ -388,7 +402,8 @@ class Simulation:
     def result(self, label: str) -> RunResult:
         """Return what has been measured so far."""
         self._flush()
-        scalars, cluster, series = self._cluster.scalars[0], self._cluster, self._series
+        scalars, rules = self._scalars, self.engine.rules
+        cluster, series = self.engine.cluster, self.engine.series
         weight = max(float(scalars["weight"]), 1e-300)
         means = ("imbalance", "max_minus_min", "idle_share", "execution_variance")
         sums = ("busy_seconds", "energy_load_joules", "energy_mfu_joules")
@@ -397,13 +412,13 @@ class Simulation:
         figures |= {name: float(scalars[name]) for name in sums}
         figures |= {name: int(scalars[name]) for name in counts}
         samples = series.samples[: scalars["samples"]]
-        steps = scalars["recorded"] if self._rules.barrier else scalars["all_steps"]
+        steps = scalars["recorded"] if rules.barrier else scalars["all_steps"]
         return RunResult(
             policy=label,
             seed=self.seed,
-            n_instances=self._rules.n_instances,
+            n_instances=rules.n_instances,
             requests=RequestRecords(*map(np.concatenate, zip(*self._finished, strict=True))),
-            prefilled_first_token=self._rules.prefill != Prefill.NONE,
+            prefilled_first_token=rules.prefill != Prefill.NONE,
             steps=int(steps),
             seconds=float(scalars["last_end"]),
             itl_histogram=cluster.histogram.copy(),
@@ -415,85 +430,69 @@ class Simulation:
             **figures,
         )
 
-    def _end(self) -> None:
-        self.done = True
-
-    def _grow(self) -> None:
-        self._cluster = with_more_rows(self._cluster)
-        self._batch = new_batch_arrays(len(self._cluster.requests))
-
-    def _widen(self) -> None:
-        self._arrivals, self._policy_state = with_wider_pool(self._arrivals, self._policy_state)
-
-    def _refuse_waiting(self) -> None:
-        raise RuntimeError(
-            f"{self.policy.name} leaves {self._cluster.scalars['in_system'][0]} requests "
-            "waiting on an idle cluster: nothing would ever happen again"
-        )
-
     def _ask(self) -> None:
-        shown = int(self._cluster.scalars["shown"][0])
+        shown = int(self._scalars["shown"])
         assigned = self.policy.assign(self.view(shown)).instance
         if len(assigned) != shown:
             raise RuntimeError(
                 f"{self.policy.name} assigned {len(assigned)} requests, {shown} are waiting"
             )
-        self._arrivals.target[: self._cluster.scalars["waiting"][0]] = NONE
-        self._arrivals.target[:shown] = assigned
-        apply_target(self._rules, self._cluster, self._arrivals)
+        self.engine.arrivals.target[: self._scalars["waiting"]] = NONE
+        self.engine.arrivals.target[:shown] = assigned
+        apply_target(self.engine.rules, self.engine.cluster, self.engine.arrivals)
 
     def _plan(self) -> None:
         assert self.planner is not None
         inputs, rows = simulated_migration_inputs(
-            self._rules, self.forecast, self._cluster, self._points
+            self.engine.rules, self.forecast, self.engine.cluster, self._points
         )
         for migration in self.planner.decide(inputs).migrations:
             self._send(int(rows[migration.request]), migration.target)
 
     def _send(self, row: int, target: int) -> None:
-        if self._cluster.requests["target"][row] == NONE:
-            self._cluster.scalars["leaving"] += 1
-        self._cluster.requests["target"][row] = target
+        if self.engine.cluster.requests["target"][row] == NONE:
+            self._scalars["leaving"] += 1
+        self.engine.cluster.requests["target"][row] = target
 
     def _next_block(self) -> None:
-        scalars = self._cluster.scalars
+        scalars, engine = self._scalars, self.engine
         block = next(self._blocks, None)
         if block is None:
             scalars["last_block"] = 1
             return
-        self._arrivals = self._arrivals._replace(
+        arrivals = engine.arrivals._replace(
             arrival=np.ascontiguousarray(block.arrival, dtype=np.float64),
             prompt=np.ascontiguousarray(block.prompt, dtype=np.int64),
             output=np.ascontiguousarray(block.output, dtype=np.int64),
             template=np.ascontiguousarray(block.template, dtype=np.int64),
             client=np.ascontiguousarray(block.client, dtype=np.int64),
         )
-        accounts = int(block.client.max(initial=0)) + 1
-        self._cluster = with_accounts(self._cluster, accounts)
+        cluster = with_accounts(engine.cluster, int(block.client.max(initial=0)) + 1)
+        self.engine = engine._replace(arrivals=arrivals, cluster=cluster)
         scalars["cursor"] = 0
         scalars["block_length"] = len(block.prompt)
 
     def _flush(self) -> None:
-        count = int(self._cluster.scalars["finished"][0])
-        finished = self._cluster.finished[:count]
+        count = int(self._scalars["finished"])
+        finished = self.engine.cluster.finished[:count]
         columns = (finished[name].copy() for name in RequestRecords._fields)
         self._finished.append(RequestRecords(*columns))
-        self._cluster.scalars["finished"] = 0
+        self._scalars["finished"] = 0
 
     def _refuse_oversized(self) -> None:
-        at = int(self._cluster.scalars["cursor"][0])
-        prompt, output = self._arrivals.prompt[at], self._arrivals.output[at]
+        at = int(self._scalars["cursor"])
+        prompt, output = self.engine.arrivals.prompt[at], self.engine.arrivals.output[at]
         raise ValueError(
-            f"request {self._cluster.scalars['oversized'][0]} of the trace has a prompt of "
+            f"request {self._scalars['oversized']} of the trace has a prompt of "
             f"{prompt} and generates {output} tokens, an instance holds "
-            f"{self._rules.kv_capacity}; raise cluster.kv_capacity or leave it out"
+            f"{self.engine.rules.kv_capacity}; raise cluster.kv_capacity or leave it out"
         )
 
     def _placed(self) -> npt.NDArray[np.void]:
-        return self._cluster.placed[: gather_placed(self._cluster)]
+        return self.engine.cluster.placed[: gather_placed(self.engine.cluster)]
 
     def _forecast(self, rows: IntArray, generated: IntArray) -> Forecast | None:
-        f, requests = self.forecast, self._cluster.requests
+        f, requests = self.forecast, self.engine.cluster.requests
         if f.kind == 0:
             return None
         if f.kind == MARGINAL:
@@ -520,19 +519,6 @@ class Simulation:
             )
         ]
         return PointForecast.new(np.array(remaining, dtype=np.float64))
-
-
-_HANDLERS: dict[int, Callable[[Simulation], None]] = {
-    Wanted.DONE: Simulation._end,
-    Wanted.TRACE: Simulation._next_block,
-    Wanted.GROW: Simulation._grow,
-    Wanted.FLUSH: Simulation._flush,
-    Wanted.ASK: Simulation._ask,
-    Wanted.STUCK: Simulation._refuse_waiting,
-    Wanted.OVERSIZED: Simulation._refuse_oversized,
-    Wanted.PLAN: Simulation._plan,
-    Wanted.WIDEN: Simulation._widen,
-}
 
 
 def _rules(setup: RunSetup, policy: RoutingPolicy, planner: MigrationPolicy | None) -> Rules:

@@ -214,9 +214,9 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
         self._simulations = [
             Simulation(setup, self._policy, seed) for seed, setup in enumerate(self._setups)
         ]
-        self._engines = engine_list(self._simulations[0].parts())
+        self._engines = engine_list(self._simulations[0].engine)
         for b in range(1, num_envs):
-            put_engine(self._engines, b, self._simulations[b].parts())
+            put_engine(self._engines, b, self._simulations[b].engine)
         self._decision = np.zeros(num_envs, dtype=np.int64)
         self._cut = np.zeros(num_envs, dtype=np.bool_)
         self._last = StepArrays(
@@ -254,7 +254,7 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
         for b, own in enumerate(self._seeds(seed)):
             if mask[b]:
                 self._simulations[b] = Simulation(self._setups[b], self._policy, own)
-                put_engine(self._engines, b, self._simulations[b].parts())
+                put_engine(self._engines, b, self._simulations[b].engine)
         self._decision[mask] = 0
         self._last.wanted[mask] = Wanted.PAUSED
         self._last.completed[mask] = 0
@@ -305,7 +305,7 @@ class RouterVectorEnvironment(VectorEnv[FloatArray, npt.NDArray[np.int64], Float
             while not step_engines(self._engines, *rules, until, interval, targets, last):
                 for b in np.flatnonzero(last.going):
                     self._simulations[b].provide(int(last.wanted[b]))
-                    put_engine(self._engines, b, self._simulations[b].parts())
+                    put_engine(self._engines, b, self._simulations[b].engine)
 
     def _seeds(self, seed: int | Sequence[int] | None) -> list[int]:
         if seed is None:

@@ -20,11 +20,8 @@ from rescheduler.routing.learned.rl import StateScales, router_state
 from rescheduler.routing.policy import Kernel
 from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
 from rescheduler.simulator.engine.engine_state import NONE, Arrivals, Cluster, Wanted
-from rescheduler.simulator.engine.routing_inputs import (
-    expected_left,
-    fill_routing_inputs,
-    gather_placed,
-)
+from rescheduler.simulator.engine.ordered_pool import expected_left
+from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs, gather_placed
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
 FloatArray = npt.NDArray[np.float64]
@@ -150,18 +147,7 @@ def _step(
     elif written.wanted[b] == Wanted.PAUSED:
         terms[MIXING] = 0.0
         terms[GUIDANCE] = 0.0
-    wanted = advance(
-        rules,
-        engine.step_time,
-        engine.power_model,
-        policy_state,
-        cluster,
-        engine.batch,
-        arrivals,
-        engine.series,
-        kernel,
-        until,
-    )
+    wanted = advance(engine, kernel, until)
     written.wanted[b] = wanted
     written.going[b] = wanted not in (Wanted.ASK, Wanted.PAUSED, Wanted.DONE)
     if written.going[b]:

@@ -14,7 +14,6 @@ from rescheduler.simulator.config.simulation_config import (
     SimulationConfig,
     SLOConfig,
 )
-from rescheduler.simulator.engine.step_metrics import power_model
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
 from rescheduler.simulator.results.metrics import half_interval, run_metrics
 from rescheduler.simulator.simulation import RunSetup, run
@@ -240,7 +239,6 @@ def case_figures(
         trace=trace,
         forecast=create_forecast(**case.forecast),
         step_time=step_time,
-        power=power_model(config.power),
     )
     policy, order = create_policy(case.policy, **case.options), create_order(**case.order)
     result = run(setup, policy, seed, case.key, order=order)

@@ -17,16 +17,16 @@ from rescheduler.simulator.engine.engine_state import (
     Prefill,
     Rules,
     Series,
-    admit,
-    arrives,
-    take,
 )
 from rescheduler.simulator.engine.slots import (
+    admit,
+    arrives,
     decode,
     finish,
     occupied,
     preempt,
     send_migrations,
+    take,
     vacate,
 )
 from rescheduler.simulator.engine.step_metrics import PowerModel, count_latency, mfu_watts, record

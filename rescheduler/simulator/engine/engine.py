@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.policy import Kernel
-from rescheduler.simulator.engine.accounts import charge_account
 from rescheduler.simulator.engine.decode_step import (
     BatchArrays,
     end_step,
@@ -28,17 +27,17 @@ from rescheduler.simulator.engine.engine_state import (
     Rules,
     Series,
     Wanted,
-    arrives,
-    queue,
 )
-from rescheduler.simulator.engine.ordered_pool import order_pool
+from rescheduler.simulator.engine.ordered_pool import charge_account, order_pool
 from rescheduler.simulator.engine.routing_inputs import fill_routing_inputs
 from rescheduler.simulator.engine.slots import (
+    arrives,
     fill_servers,
     land_migrations,
     next_arrival,
     occupied,
     pool_has_room,
+    queue,
     reveal,
     turn_away,
 )
@@ -65,19 +64,9 @@ class EngineParts(NamedTuple):
 
 
 @compiled_core
-def advance(
-    rules: Rules,
-    step_time: StepTime,
-    power_model: PowerModel,
-    policy_state: PolicyState,
-    cluster: Cluster,
-    batch: BatchArrays,
-    arrivals: Arrivals,
-    series: Series,
-    kernel: Kernel,
-    pause_at: float,
-) -> Wanted:
+def advance(engine: EngineParts, kernel: Kernel, pause_at: float) -> Wanted:
     """Simulate until something is needed, or the next event is after ``pause_at`` seconds."""
+    rules, step_time, power_model, policy_state, cluster, batch, arrivals, series = engine
     scalars = cluster.scalars[0]
     while True:
         if scalars.phase == _TIME:

@@ -1,32 +1,194 @@
-"""The arrays of one simulation: its rules, and the state that the engine moves on."""
+"""The arrays of one simulation: its rules, and the records that the engine keeps and moves on."""
 
 from enum import IntEnum
-from math import isnan
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.ordering.kernel import LATENCIES, OrderParameters, Waiting, new_waiting
 from rescheduler.routing.inputs import RoutingInputs, new_routing_inputs
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.simulator.config.service_rules import ServiceRules
-from rescheduler.simulator.engine.engine_records import (
-    ACCOUNT,
-    FINISHED,
-    INSTANCE,
-    MOVE,
-    PLACED,
-    REQUEST,
-    SAMPLE,
-    SCALARS,
-)
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Records = npt.NDArray[Any]
+
+INSTANCE = np.dtype(
+    [
+        ("load", np.int64),  # context tokens of requests that decode or fill
+        ("decoding", np.int64),
+        ("filling", np.int64),  # first row of those whose prompts are being computed, or NONE
+        ("n_filling", np.int64),
+        ("queued", np.int64),
+        ("queued_tokens", np.int64),
+        ("arriving", np.int64),  # migrations on their way here, for which room is kept
+        ("arriving_tokens", np.int64),
+        ("leaving_tokens", np.int64),  # migrations on their way from here, still in memory
+        ("steps", np.int64),
+        ("grown", np.int64),  # tokens that a request which decoded from the first step has gained
+        ("next_end", np.int64),  # value of steps at which a request ends next
+        ("stepping", np.int64),
+        ("step_end", np.float64),
+        ("queue_head", np.int64),
+        ("queue_tail", np.int64),
+        ("new_tokens", np.int64),  # of the step in progress
+        ("reading", np.int64),  # context tokens that it reads
+        ("waiting", np.int64),  # decoding requests that get no token in it
+        ("budget", np.float64),  # prompt tokens that it could take on in time, as last reported
+        ("joined", np.int64),  # requests that decode from this step on
+        ("taken", np.int64),  # tokens of KV cache that were ever taken for something new
+    ],
+    align=True,
+)
+
+REQUEST = np.dtype(
+    [
+        ("number", np.int64),
+        ("template", np.int64),
+        ("client", np.int64),
+        ("prompt", np.int64),
+        ("output", np.int64),
+        ("generated", np.int64),  # while it decodes: as of when it began to
+        ("context", np.int64),  # while it decodes: less what its instance had grown
+        ("todo", np.int64),  # context tokens still to prefill
+        ("missing", np.int64),  # context tokens not computed yet when it was preempted
+        ("freed", np.int64),  # ``taken`` of its instance when it was preempted
+        ("resumes", np.int64),  # goes first: after being `PREEMPTED` or `MIGRATED`, or NONE
+        ("entered", np.int64),  # steps counted when it came into the pool
+        ("admitted", np.int64),  # serial number of its admission
+        ("preemptions", np.int64),
+        ("migrations", np.int64),
+        ("landed", np.int64),  # tokens generated when it last arrived from elsewhere, or -1
+        ("target", np.int64),  # instance to migrate to after this step, or -1
+        ("next", np.int64),
+        ("arrival", np.float64),
+        ("placed", np.float64),
+        ("start", np.float64),
+        ("first_token", np.float64),
+        ("last_token", np.float64),
+        ("tpot_worst", np.float64),  # of its tokens so far, if that is asked for
+        ("expected", np.float64),  # output forecast before its first token, once asked for
+        ("cost", np.float64),  # share of an instance, times ``alone``; NaN until asked for
+        ("alone", np.float64),  # seconds that it is expected to last by itself
+        ("turn", np.int64),  # serial number of its coming into the pool
+        ("service", np.float64),  # expected, as its account is charged; 0 until it is asked for
+        ("charged", np.float64),  # of it so far
+    ],
+    align=True,
+)
+
+ACCOUNT = np.dtype(
+    [
+        ("served", np.float64),  # virtual service, see `rescheduler.ordering.fairness`
+        ("waiting", np.int64),  # requests of it in the pool
+        ("place", np.int64),  # scratch: among the accounts in the pool
+    ],
+    align=True,
+)
+
+PLACED = np.dtype(
+    [
+        ("row", np.int64),
+        ("instance", np.int64),
+        ("context", np.int64),  # tokens in its KV cache now
+        ("generated", np.int64),
+        ("left", np.int64),  # tokens that it truly generates yet
+        ("since_move", np.int64),  # as in `ClusterView`
+    ],
+    align=True,
+)
+
+FINISHED = np.dtype(
+    [
+        ("number", np.int64),
+        ("instance", np.int64),
+        ("arrival", np.float64),
+        ("placed", np.float64),
+        ("start", np.float64),
+        ("first_token", np.float64),
+        ("end", np.float64),
+        ("prompt", np.int64),
+        ("output", np.int64),
+        ("preemptions", np.int64),
+        ("migrations", np.int64),
+        ("tpot_worst", np.float64),
+        ("client", np.int64),
+    ],
+    align=True,
+)
+
+MOVE = np.dtype(
+    [("request", np.int64), ("source", np.int64), ("target", np.int64), ("arrives", np.float64)],
+    align=True,
+)
+
+SAMPLE = np.dtype(
+    [
+        ("step", np.int64),
+        ("time", np.float64),
+        ("running", np.int64),
+        ("power", np.float64),
+        ("execution_variance", np.float64),
+        ("held", np.int64),
+        ("preemptions", np.int64),
+        ("migrations", np.int64),
+    ],
+    align=True,
+)
+
+SCALARS = np.dtype(
+    [
+        ("now", np.float64),
+        ("phase", np.int64),
+        ("steps", np.int64),  # barrier steps, or step ends of instance 0
+        ("all_steps", np.int64),  # step ends of all instances
+        ("revealed", np.int64),  # requests taken from the trace
+        ("leaving", np.int64),  # requests that are to migrate after their step
+        ("plan_at", np.int64),  # value of all_steps from which the migration planner is asked
+        ("plans", np.int64),
+        ("dispatched", np.int64),
+        ("decisions", np.int64),
+        ("next_decision", np.int64),  # multiple of the time between decisions that is due next
+        ("given_up", np.int64),  # the policy left everybody waiting, and nothing was going on
+        ("admissions", np.int64),
+        ("waiting", np.int64),  # in the pool
+        ("shown", np.int64),  # of it to the policy, the first
+        ("moving", np.int64),
+        ("in_system", np.int64),  # rows in use
+        ("free", np.int64),  # rows that are not
+        ("cursor", np.int64),  # next request of the block
+        ("block_length", np.int64),
+        ("last_block", np.int64),
+        ("finished", np.int64),  # records in the output buffer
+        ("tokens", np.int64),
+        ("preemptions", np.int64),
+        ("migrations", np.int64),
+        ("weight", np.float64),  # of what the imbalance is a mean over: steps, or seconds
+        ("imbalance", np.float64),
+        ("max_minus_min", np.float64),
+        ("idle_share", np.float64),
+        ("execution_variance", np.float64),  # of the instances' step times, seconds squared
+        ("most_held", np.int64),  # most tokens that an instance has held
+        ("busy_seconds", np.float64),
+        ("last_end", np.float64),
+        ("energy_load_joules", np.float64),
+        ("energy_mfu_joules", np.float64),
+        ("samples", np.int64),
+        ("stride", np.int64),
+        ("recorded", np.int64),  # states seen, of which each stride-th is kept
+        ("oversized", np.int64),  # number of a request that no instance can hold
+        ("latencies", np.int64),  # noted for the order of service
+        ("gamma", np.float64),  # decay rate of their tail, as of
+        ("gamma_of", np.int64),  # so many latencies
+        ("virtual_time", np.float64),  # service to which an account that comes back is lifted
+        ("service", np.float64),  # of all requests that have ended,
+        ("ended", np.int64),  # so many
+    ],
+    align=True,
+)
 
 NONE = -1
 """No request: the end of a list, or an empty one."""
@@ -378,98 +540,3 @@ def new_policy_state(
         ending=np.zeros((2, n, n_points + 1)),
         row=np.zeros(n_points),
     )
-
-
-@compiled_inline
-def queue(cluster: Cluster, row: int, g: int) -> None:
-    """Put a request at the end of an instance's queue."""
-    instance = cluster.instances[g]
-    cluster.requests[row].next = NONE
-    if instance.queue_tail == NONE:
-        instance.queue_head = row
-    else:
-        cluster.requests[instance.queue_tail].next = row
-    instance.queue_tail = row
-    instance.queued += 1
-    instance.queued_tokens += cluster.requests[row].context
-
-
-@compiled_core
-def queue_first(cluster: Cluster, row: int, g: int) -> None:
-    """Put a request at the front of an instance's queue."""
-    instance = cluster.instances[g]
-    cluster.requests[row].next = instance.queue_head
-    instance.queue_head = row
-    if instance.queue_tail == NONE:
-        instance.queue_tail = row
-    instance.queued += 1
-    instance.queued_tokens += cluster.requests[row].context
-
-
-@compiled_inline
-def arrives(rules: Rules, cluster: Cluster, row: int) -> float:
-    """Return when a request that is in an instance's queue can be admitted there."""
-    request = cluster.requests[row]
-    if not isnan(request.start):
-        return 0.0
-    return request.placed + rules.dispatch_seconds  # type: ignore[no-any-return]
-
-
-@compiled_core
-def admit(rules: Rules, cluster: Cluster, g: int) -> int:
-    """Take the request that an instance starts next out of its queue, or return NONE."""
-    instance = cluster.instances[g]
-    head = instance.queue_head
-    taken = instance.decoding + instance.n_filling + instance.arriving
-    if head == NONE or taken >= rules.slots:
-        return NONE
-    if arrives(rules, cluster, head) > cluster.scalars[0].now:
-        return NONE
-    room = rules.kv_capacity - instance.load - instance.arriving_tokens - instance.leaving_tokens
-    room -= rules.lost_tokens * (taken + 1)
-    chosen, before = head, NONE
-    if rules.batching != Batching.FCFS and cluster.requests[head].resumes == NONE:
-        chosen = NONE
-        previous, row = NONE, head
-        while row != NONE:
-            candidate = cluster.requests[row]
-            better = chosen == NONE
-            if arrives(rules, cluster, row) > cluster.scalars[0].now:
-                break
-            if rules.batching == Batching.BIN_PACKING:
-                if candidate.context > room:
-                    better = False
-                elif chosen != NONE:
-                    better = candidate.context > cluster.requests[chosen].context
-            elif chosen != NONE:
-                left = candidate.output - candidate.generated
-                least = cluster.requests[chosen].output - cluster.requests[chosen].generated
-                better = left < least
-            if better:
-                chosen, before = row, previous
-            previous, row = row, candidate.next
-    if chosen == NONE or cluster.requests[chosen].context > room:
-        return NONE
-    take(rules, cluster, g, chosen, before)
-    return chosen  # type: ignore[no-any-return]
-
-
-@compiled_inline
-def take(rules: Rules, cluster: Cluster, g: int, row: int, before: int) -> None:
-    """Take a request out of an instance's queue, where it follows the row ``before`` or NONE."""
-    instance, scalars = cluster.instances[g], cluster.scalars[0]
-    request = cluster.requests[row]
-    if before == NONE:
-        instance.queue_head = request.next
-    else:
-        cluster.requests[before].next = request.next
-    if instance.queue_tail == row:
-        instance.queue_tail = before
-    instance.queued -= 1
-    instance.queued_tokens -= request.context
-    request.admitted = scalars.admissions
-    scalars.admissions += 1
-    if isnan(request.start):
-        request.start = scalars.now
-    if rules.prefill == Prefill.CHUNKED:
-        instance.load += request.context

@@ -1,4 +1,16 @@
-"""The pool of waiting requests in the order of service, shared out between accounts."""
+r"""The pool of waiting requests in the order of service, shared out between accounts.
+
+A request i with :math:`p_i` prompt tokens counts as the service :math:`p_i + 2\,o_i`. Its account
+is charged with what it is expected to generate as the request is placed, and with what it has
+generated once it has ended. An account of which a request comes while none of it waits is lifted
+to
+
+.. math:: V = \max_{t} \min_{a \text{ waits at } t} v_a
+
+over the placements t so far. Nobody saves up service for later.
+
+Source: see `rescheduler.ordering.fairness`.
+"""
 
 from math import inf, isnan
 
@@ -12,7 +24,6 @@ from rescheduler.ordering.kernel import (
     sort_by_key,
     tail_rate,
 )
-from rescheduler.simulator.engine.accounts import mean_service
 from rescheduler.simulator.engine.engine_state import (
     NONE,
     Arrivals,
@@ -21,7 +32,11 @@ from rescheduler.simulator.engine.engine_state import (
     Prefill,
     Rules,
 )
-from rescheduler.simulator.engine.routing_inputs import expected_left
+from rescheduler.simulator.forecasts.forecast_arrays import (
+    ONCE,
+    ForecastArrays,
+    expected_remaining,
+)
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
 
@@ -92,13 +107,14 @@ def _share_out(policy_state: PolicyState, cluster: Cluster, arrivals: Arrivals, 
         sharing.account[i] = account.place
         sharing.service[i] = request.service
         total += request.service
-    mean = mean_service(cluster)
+    scalars = cluster.scalars[0]
+    mean = scalars.service / scalars.ended if scalars.ended > 0 else total / n
     interleave(
         policy_state.waiting.order,
         sharing.account,
         sharing.served[:known],
         sharing.service,
-        policy_state.order.ahead * (mean if mean > 0.0 else total / n),
+        policy_state.order.ahead * mean,
         sharing.following,
         sharing.ranks,
         sharing.first,
@@ -130,3 +146,61 @@ def _foresee(
         return
     held = max(1.0 / rules.slots, (request.context + left / 2.0) / rules.kv_capacity)
     request.cost = held * request.alone
+
+
+@compiled_inline
+def expected_left(forecast: ForecastArrays, cluster: Cluster, row: int, generated: int) -> float:
+    """Return the tokens that a request is expected to generate yet, after so many.
+
+    What was forecast of it before its first token is kept: hundreds may wait, and none changes.
+    """
+    request = cluster.requests[row]
+    if generated > 0 and forecast.interval != ONCE:
+        return expected_remaining(
+            forecast, request.number, request.template, generated, request.output
+        )
+    if isnan(request.expected):
+        request.expected = expected_remaining(
+            forecast, request.number, request.template, 0, request.output
+        )
+    left = request.expected
+    return max(left - generated, 1.0) if generated > 0 else left  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def wait_for_account(cluster: Cluster, row: int) -> None:
+    """Count a request that comes into the pool."""
+    scalars, account = cluster.scalars[0], cluster.accounts[cluster.requests[row].client]
+    if account.waiting == 0:
+        account.served = max(account.served, scalars.virtual_time)
+    account.waiting += 1
+
+
+@compiled_core
+def charge_account(cluster: Cluster, row: int) -> None:
+    """Charge the account of a request from the pool that gets its place."""
+    scalars, request = cluster.scalars[0], cluster.requests[row]
+    account = cluster.accounts[request.client]
+    if request.service > 0.0:  # else nobody shares the pool out
+        least = inf
+        for a in range(len(cluster.accounts)):
+            if cluster.accounts[a].waiting > 0:
+                least = min(least, cluster.accounts[a].served)
+        scalars.virtual_time = max(scalars.virtual_time, least)
+    account.waiting -= 1
+    account.served += request.service
+    request.charged = request.service
+
+
+@compiled_inline
+def settle_account(cluster: Cluster, row: int, end: float) -> None:
+    """Charge for what a request has truly taken; for nothing if it was turned away."""
+    scalars, request = cluster.scalars[0], cluster.requests[row]
+    account = cluster.accounts[request.client]
+    if isnan(end):
+        account.served -= request.charged
+        return
+    service = request.prompt + OUTPUT_WEIGHT * request.output
+    account.served += service - request.charged
+    scalars.service += service
+    scalars.ended += 1

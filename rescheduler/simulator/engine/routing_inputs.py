@@ -1,7 +1,5 @@
 """The inputs of a routing decision, straight from the engine's arrays."""
 
-from math import isnan
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,9 +9,9 @@ from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED
 from rescheduler.migration.policy import MigrationInputs, RequestForecasts
 from rescheduler.routing.inputs import RoutingInputs, count_length, limit_placements
 from rescheduler.simulator.engine.engine_state import NONE, Arrivals, Cluster, PolicyState, Rules
+from rescheduler.simulator.engine.ordered_pool import expected_left
 from rescheduler.simulator.engine.slots import occupied
 from rescheduler.simulator.forecasts.forecast_arrays import (
-    ONCE,
     ForecastArrays,
     expected_remaining,
     knows_ends,
@@ -209,25 +207,6 @@ def add_expected_loads(
         r, g = cluster.requests[one.row], one.instance
         survival_row(forecast, r.number, r.template, one.generated, r.output, points, row)
         add_load(one.context, row, growth, capacity[g], ahead[g], excess[g], alive[g])
-
-
-@compiled_inline
-def expected_left(forecast: ForecastArrays, cluster: Cluster, row: int, generated: int) -> float:
-    """Return the tokens that a request is expected to generate yet, after so many.
-
-    What was forecast of it before its first token is kept: hundreds may wait, and none changes.
-    """
-    request = cluster.requests[row]
-    if generated > 0 and forecast.interval != ONCE:
-        return expected_remaining(
-            forecast, request.number, request.template, generated, request.output
-        )
-    if isnan(request.expected):
-        request.expected = expected_remaining(
-            forecast, request.number, request.template, 0, request.output
-        )
-    left = request.expected
-    return max(left - generated, 1.0) if generated > 0 else left  # type: ignore[no-any-return]
 
 
 def simulated_migration_inputs(

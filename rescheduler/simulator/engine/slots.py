@@ -1,24 +1,119 @@
-"""The places of an instance: who takes one, gives it back, loses it."""
+"""The queue and the places of an instance: who waits for one, takes it, gives it back, loses it."""
 
 from math import inf, isnan
 
 import numpy as np
 
 from predictor.compilation import compiled_core, compiled_inline
-from rescheduler.simulator.engine.accounts import settle_account, wait_for_account
 from rescheduler.simulator.engine.engine_state import (
     MIGRATED,
     NEVER,
     NONE,
     PREEMPTED,
     Arrivals,
+    Batching,
     Cluster,
     Prefill,
     Rules,
     Wanted,
-    queue_first,
 )
+from rescheduler.simulator.engine.ordered_pool import settle_account, wait_for_account
 from rescheduler.step_time.step_time import StepTime, step_seconds
+
+
+@compiled_inline
+def queue(cluster: Cluster, row: int, g: int) -> None:
+    """Put a request at the end of an instance's queue."""
+    instance = cluster.instances[g]
+    cluster.requests[row].next = NONE
+    if instance.queue_tail == NONE:
+        instance.queue_head = row
+    else:
+        cluster.requests[instance.queue_tail].next = row
+    instance.queue_tail = row
+    instance.queued += 1
+    instance.queued_tokens += cluster.requests[row].context
+
+
+@compiled_core
+def queue_first(cluster: Cluster, row: int, g: int) -> None:
+    """Put a request at the front of an instance's queue."""
+    instance = cluster.instances[g]
+    cluster.requests[row].next = instance.queue_head
+    instance.queue_head = row
+    if instance.queue_tail == NONE:
+        instance.queue_tail = row
+    instance.queued += 1
+    instance.queued_tokens += cluster.requests[row].context
+
+
+@compiled_inline
+def arrives(rules: Rules, cluster: Cluster, row: int) -> float:
+    """Return when a request that is in an instance's queue can be admitted there."""
+    request = cluster.requests[row]
+    if not isnan(request.start):
+        return 0.0
+    return request.placed + rules.dispatch_seconds  # type: ignore[no-any-return]
+
+
+@compiled_core
+def admit(rules: Rules, cluster: Cluster, g: int) -> int:
+    """Take the request that an instance starts next out of its queue, or return NONE."""
+    instance = cluster.instances[g]
+    head = instance.queue_head
+    taken = instance.decoding + instance.n_filling + instance.arriving
+    if head == NONE or taken >= rules.slots:
+        return NONE
+    if arrives(rules, cluster, head) > cluster.scalars[0].now:
+        return NONE
+    room = rules.kv_capacity - instance.load - instance.arriving_tokens - instance.leaving_tokens
+    room -= rules.lost_tokens * (taken + 1)
+    chosen, before = head, NONE
+    if rules.batching != Batching.FCFS and cluster.requests[head].resumes == NONE:
+        chosen = NONE
+        previous, row = NONE, head
+        while row != NONE:
+            candidate = cluster.requests[row]
+            better = chosen == NONE
+            if arrives(rules, cluster, row) > cluster.scalars[0].now:
+                break
+            if rules.batching == Batching.BIN_PACKING:
+                if candidate.context > room:
+                    better = False
+                elif chosen != NONE:
+                    better = candidate.context > cluster.requests[chosen].context
+            elif chosen != NONE:
+                left = candidate.output - candidate.generated
+                least = cluster.requests[chosen].output - cluster.requests[chosen].generated
+                better = left < least
+            if better:
+                chosen, before = row, previous
+            previous, row = row, candidate.next
+    if chosen == NONE or cluster.requests[chosen].context > room:
+        return NONE
+    take(rules, cluster, g, chosen, before)
+    return chosen  # type: ignore[no-any-return]
+
+
+@compiled_inline
+def take(rules: Rules, cluster: Cluster, g: int, row: int, before: int) -> None:
+    """Take a request out of an instance's queue, where it follows the row ``before`` or NONE."""
+    instance, scalars = cluster.instances[g], cluster.scalars[0]
+    request = cluster.requests[row]
+    if before == NONE:
+        instance.queue_head = request.next
+    else:
+        cluster.requests[before].next = request.next
+    if instance.queue_tail == row:
+        instance.queue_tail = before
+    instance.queued -= 1
+    instance.queued_tokens -= request.context
+    request.admitted = scalars.admissions
+    scalars.admissions += 1
+    if isnan(request.start):
+        request.start = scalars.now
+    if rules.prefill == Prefill.CHUNKED:
+        instance.load += request.context
 
 
 @compiled_inline

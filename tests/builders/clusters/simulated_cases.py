@@ -20,7 +20,6 @@ from rescheduler.simulator.config.simulation_config import (
     SimulationConfig,
     SLOConfig,
 )
-from rescheduler.simulator.engine.step_metrics import power_model
 from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, Oracle
 from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.simulation import RunSetup
@@ -106,9 +105,7 @@ def engine_setup(
         none,
         np.empty((0, 0)),
     )
-    return RunSetup(
-        config, ListedTrace(requests), forecast or Oracle(), step_time, power_model(config.power)
-    )
+    return RunSetup(config, ListedTrace(requests), forecast or Oracle(), step_time)
 
 
 def ordered(result: RunResult, field: str) -> list[Any]:

@@ -120,7 +120,7 @@ def test_the_engine_has_the_inputs_of_its_view(
     config, requests = case
     simulation = Simulation(engine_setup(config, requests, forecast), policy, seed=3)
     simulation.advance(until=at / 4)
-    parts = simulation.parts()
+    parts = simulation.engine
     waiting = parts.cluster.scalars[0]["waiting"]
     shown = fill_routing_inputs(
         parts.rules, parts.policy_state, parts.cluster, parts.arrivals, waiting

@@ -65,7 +65,7 @@ def test_the_engine_has_the_inputs_of_its_view(forecast: dict[str, Any], points:
     moved = 0
     for until in (5.0, 20.0, 45.0, 70.0):
         simulation.advance(until)
-        parts, view = simulation.parts(), simulation.view()
+        parts, view = simulation.engine, simulation.view()
         shown, _ = simulated_migration_inputs(parts.rules, simulation.forecast, parts.cluster, at)
         seen = migration_inputs(view, at)
         assert view.since_move is not None
