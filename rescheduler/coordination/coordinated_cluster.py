@@ -20,7 +20,7 @@ from rescheduler.placement.evidence import allowance
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome, Mover, Placements
-from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
+from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
 _SLACK_SECONDS = 5.0

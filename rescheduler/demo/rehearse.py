@@ -36,8 +36,7 @@ from rescheduler.engines.emulated_deployment import emulated, emulated_engine, m
 from rescheduler.engines.launch_engines import PROXY, Launched, launched
 from rescheduler.simulator.config.simulation_config import SLOConfig
 from rescheduler.simulator.results.report import json_text, refuse_foreign_folder
-from rescheduler.simulator.workloads.trace_files import TraceFile
-from rescheduler.simulator.workloads.trace_formats import TraceFormatName
+from rescheduler.simulator.workloads.trace_files import TraceFile, TraceFormatName
 
 _REPORT = "rehearsal.json"
 _SHOWN = {

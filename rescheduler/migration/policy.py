@@ -15,8 +15,7 @@ from predictor.forecasts.curve import aged_mean, aged_survival, load_of_known_en
 from predictor.forecasts.curve_plot import MOVING, axes_to_draw
 from predictor.forecasts.expected_load import expected_load
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
-from rescheduler.cluster.cluster_view import NEVER_MOVED, ClusterView
-from rescheduler.cluster.load_bars import BAR_HEIGHT
+from rescheduler.cluster.cluster_view import BAR_HEIGHT, NEVER_MOVED, ClusterView
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, POSITIVE, Checked, Registry
 from rescheduler.routing.inputs import FloatArray, IntArray
 from rescheduler.routing.policy import Needs

@@ -25,8 +25,7 @@ from data_collection.vllm_adapter.support import refuse_other_version
 from data_collection.vllm_scheduler import SchedulerPart
 from predictor.live.known_forecasts import KnownForecasts
 from predictor.prompts.prompt_predictor import PromptPredictor
-from rescheduler.ordering.line import Line, Room
-from rescheduler.ordering.service_order import read_engine_order
+from rescheduler.ordering.service_order import Line, Room, read_engine_order
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
 logger = logging.getLogger("vllm.headway.order")  # with vLLM's handler

@@ -30,7 +30,7 @@ from rescheduler.placement.waiting_line import (
     promised_first,
     taken_out,
 )
-from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
+from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.step_time.mean_step_time import MeanStepTime
 

@@ -17,7 +17,7 @@ from rescheduler.ordering import ServiceOrder, create_order
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Counted, Placeable, PlacedRequests
-from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
+from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 

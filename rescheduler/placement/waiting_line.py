@@ -16,7 +16,7 @@ from rescheduler.engines.deployment import BackgroundOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.ordering import ServiceOrder
 from rescheduler.ordering.fairness import interleave, slack
-from rescheduler.ordering.line import Line, Room
+from rescheduler.ordering.service_order import Line, Room
 from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts, corrected
 from rescheduler.placement.instance_state import InstanceState

@@ -1,17 +1,19 @@
 """Routing policies: which decode instance a prefilled request goes to."""
 
-from rescheduler.routing.balance.balance_route import BR0, BRH, FastPhi, Overflow
+from rescheduler.routing.balance_route import BR0, BRH, FastPhi, Overflow
 from rescheduler.routing.bfio.policy import BFIO
-from rescheduler.routing.heuristics.capacity import DedicatedSmallLarge, Headroom, MaxCapacity
-from rescheduler.routing.heuristics.join_shortest_queue import (
+from rescheduler.routing.capacity import DedicatedSmallLarge, Headroom, MaxCapacity
+from rescheduler.routing.heuristics import (
+    FCFS,
     JSQ,
     PAB,
     DecodeBalancer,
     JSQLoad,
     JSQTokens,
+    MinMin,
+    RoundRobin,
     VLLMScore,
 )
-from rescheduler.routing.heuristics.pool_order import FCFS, MinMin, RoundRobin
 from rescheduler.routing.learned.rl import LearnedRouter
 from rescheduler.routing.policy import (
     Needs,

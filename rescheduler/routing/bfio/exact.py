@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.routing.bfio.fast import bfio_fast, evened_out, must_admit
-from rescheduler.routing.bfio.foresight import foresight, loads_ahead
+from rescheduler.routing.bfio.fast import bfio_fast, evened_out, foresight, loads_ahead, must_admit
 from rescheduler.routing.inputs import FloatArray, IntArray, RoutingInputs, empty_target
 
 TOLERANCE = 0.1

@@ -7,8 +7,7 @@ import numpy as np
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.cluster.registry import NOT_NEGATIVE
-from rescheduler.routing.bfio.fast import bfio_fast
-from rescheduler.routing.bfio.foresight import FURTHEST
+from rescheduler.routing.bfio.fast import FURTHEST, bfio_fast
 from rescheduler.routing.inputs import FloatArray, IntArray
 from rescheduler.routing.policy import (
     NO_POINTS,

@@ -58,8 +58,7 @@ from rescheduler.simulator.workloads.forecast_recording import (
     read_recording,
 )
 from rescheduler.simulator.workloads.trace import ResampledTrace, first_requests
-from rescheduler.simulator.workloads.trace_files import TraceFile
-from rescheduler.simulator.workloads.trace_formats import TraceFormatName
+from rescheduler.simulator.workloads.trace_files import TraceFile, TraceFormatName
 from rescheduler.step_time.step_time import StepTime, create_step_time
 
 _MOST_READ = 1_000_000

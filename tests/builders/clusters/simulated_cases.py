@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reference_simulator import NO_LIMIT, ReferenceConfig, ReferenceResult
 
 from rescheduler.routing import Needs, RoutingPolicy
-from rescheduler.routing.heuristics.join_shortest_queue import jsq_tokens
+from rescheduler.routing.heuristics import jsq_tokens
 from rescheduler.simulator.config.simulation_config import (
     AdmissionConfig,
     ArrivalsConfig,

@@ -13,7 +13,7 @@ from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placements
-from rescheduler.routing.heuristics.join_shortest_queue import JSQLoad
+from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
 RECORD = Record(

@@ -15,7 +15,7 @@ from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForeca
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BFIO, Needs, create_policy
 from rescheduler.routing.bfio.exact import solve_exactly
-from rescheduler.routing.bfio.foresight import FURTHEST
+from rescheduler.routing.bfio.fast import FURTHEST
 from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.routing.policy import spaced_points
 

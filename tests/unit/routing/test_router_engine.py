@@ -14,7 +14,7 @@ from simulated_cases import ByLength, Requests, engine_setup
 
 from predictor.compilation import compiled
 from rescheduler.routing import LearnedRouter, Needs, RoutingPolicy, create_policy
-from rescheduler.routing.heuristics.join_shortest_queue import JSQTokens
+from rescheduler.routing.heuristics import JSQTokens
 from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.simulation import run

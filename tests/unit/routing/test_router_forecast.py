@@ -5,7 +5,7 @@ import pytest
 
 from rescheduler.simulator.forecasts.forecast_arrays import expected_remaining
 from rescheduler.simulator.forecasts.forecast_sources import Classified, create_forecast
-from rescheduler.simulator.workloads.five_tasks import TASKS, FiveTasks
+from rescheduler.simulator.workloads.length_generators import TASKS, FiveTasks
 from rescheduler.simulator.workloads.trace import first_requests
 from rescheduler.simulator.workloads.trace_files import create_trace
 

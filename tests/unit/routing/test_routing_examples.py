@@ -10,7 +10,7 @@ from routing_views import cluster, placed
 
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.routing import BRH, FastPhi, Overflow
-from rescheduler.routing.balance.balance_route import (
+from rescheduler.routing.balance_route import (
     brh_scores,
     discounts,
     envelope,

@@ -18,7 +18,7 @@ from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
-from rescheduler.routing.heuristics.join_shortest_queue import JSQ
+from rescheduler.routing.heuristics import JSQ
 from rescheduler.routing.policy import RoutingPolicy
 from rescheduler.step_time.mean_step_time import MeanStepTime
 from rescheduler.tracing.exporter import otlp_provider

@@ -7,7 +7,7 @@ import numpy as np
 from predictor.compilation import compiled, compiled_inline
 from predictor.forecasts.curve import overflow_bound
 from rescheduler.cluster.registry import NOT_NEGATIVE, POSITIVE
-from rescheduler.routing.heuristics.pool_order import UNBOUNDED
+from rescheduler.routing.heuristics import UNBOUNDED
 from rescheduler.routing.inputs import (
     FloatArray,
     IntArray,

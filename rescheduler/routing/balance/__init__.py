@@ -1,1 +1,0 @@
-"""BalanceRoute's scores, its released solver, and the expected overflow."""

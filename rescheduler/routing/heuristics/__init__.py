@@ -1,1 +1,0 @@
-"""Policies of one rule each."""
