@@ -15,7 +15,6 @@ from rescheduler.routing.inputs import (
     IntArray,
     RoutingInputs,
     best_by_load,
-    fits,
     settle,
 )
 from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
@@ -25,18 +24,13 @@ from rescheduler.routing.policy import Needs, RoutingPolicy, routing_policy
 def br0(inputs: RoutingInputs, parameters: FloatArray, target: IntArray) -> None:
     """Place each request, in order of arrival, where F_g is greatest."""
     load = inputs.load
-    n_instances = len(load)
-    highest = load.max()
+    highest, costs = load.max(), np.empty(len(load))
     for i in range(len(inputs.size)):
         size = inputs.size[i]
-        best, best_score = -1, 0
-        for g in range(n_instances):
-            if not fits(inputs, i, g):
-                continue
+        for g in range(len(load)):
             margin = highest - load[g]
-            score = size - n_instances * max(size - margin, 0)
-            if best < 0 or score > best_score or (score == best_score and load[g] < load[best]):
-                best, best_score = g, score
+            costs[g] = len(load) * max(size - margin, 0) - size
+        best = best_by_load(inputs, i, costs)
         if not settle(inputs, target, i, best):
             return
         if best >= 0:

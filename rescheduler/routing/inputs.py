@@ -47,10 +47,6 @@ class RoutingInputs(NamedTuple):
         excess: [G, P, TILTS] :math:`E\big[e^{\theta_k (L_g(h) / K_g - 1)}\big]` at θ = 2, 4 ..,
             each at least the probability that the load passes the capacity; or [G, P, 0].
         alive: [G, P] N_g(h), requests expected to be there still, or [G, 0].
-        size: [n] context tokens that each waiting request brings.
-        survival: [n, P] S_i(h) of each waiting request.
-        remaining: [n] tokens it is expected to generate; likewise.
-        waited: [n] steps it has waited.
         dispatched: [1] requests routed before; `place` counts on.
         unanswered: [G] prompt tokens of the requests there that have no token yet; for policies
             that need lengths, else 0.
@@ -60,6 +56,10 @@ class RoutingInputs(NamedTuple):
             expected of them in all.
         soonest: [G] least number of tokens that is expected yet of one of those; 0 without any,
             and for policies without buckets.
+        size: [n] context tokens that each waiting request brings.
+        survival: [n, P] S_i(h) of each waiting request.
+        remaining: [n] tokens it is expected to generate; for policies that need lengths, else 0.
+        waited: [n] steps it has waited.
     """
 
     load: IntArray
@@ -75,15 +75,15 @@ class RoutingInputs(NamedTuple):
     ahead: FloatArray
     excess: FloatArray
     alive: FloatArray
-    size: IntArray
-    survival: FloatArray
-    remaining: FloatArray
-    waited: IntArray
     dispatched: IntArray
     unanswered: IntArray
     edges: IntArray
     by_length: IntArray
     soonest: FloatArray
+    size: IntArray
+    survival: FloatArray
+    remaining: FloatArray
+    waited: IntArray
 
 
 @compiled_core
@@ -223,15 +223,15 @@ def new_routing_inputs(
         ahead=np.zeros((n, n_points)),
         excess=excess,
         alive=np.zeros((n, n_points if with_alive else 0)),
-        size=np.zeros(n_waiting, dtype=np.int64),
-        survival=np.ones((n_waiting, n_points)),
-        remaining=np.zeros(n_waiting),
-        waited=np.zeros(n_waiting, dtype=np.int64),
         dispatched=np.zeros(1, dtype=np.int64),
         unanswered=np.zeros(n, dtype=np.int64),
         edges=edges,
         by_length=np.zeros((n, len(edges)), dtype=np.int64),
         soonest=np.zeros(n),
+        size=np.zeros(n_waiting, dtype=np.int64),
+        survival=np.ones((n_waiting, n_points)),
+        remaining=np.zeros(n_waiting),
+        waited=np.zeros(n_waiting, dtype=np.int64),
     )
 
 

@@ -15,6 +15,7 @@ from rescheduler.step_time.profile import load_profile, read_steps
 FloatArray = npt.NDArray[np.float64]
 
 _KNOTS = 16
+_NO_KNOTS, _NO_CELLS = np.empty(0), np.empty((0, 0))
 
 
 class StepTime(NamedTuple):
@@ -37,9 +38,9 @@ class StepTime(NamedTuple):
     per_new: float
     per_context: float
     per_mean_context: float
-    table_new: FloatArray
-    table_context: FloatArray
-    table_seconds: FloatArray
+    table_new: FloatArray = _NO_KNOTS
+    table_context: FloatArray = _NO_KNOTS
+    table_seconds: FloatArray = _NO_CELLS
 
 
 @compiled_core
@@ -202,15 +203,7 @@ def _linear(
     times = (constant, per_new, per_context, per_mean_context)
     if not all(0 <= value < math.inf for value in times) or not any(times):
         raise ValueError(f"times must not be below 0, and not all 0: {times}")
-    return StepTime(
-        constant=float(constant),
-        per_new=float(per_new),
-        per_context=float(per_context),
-        per_mean_context=float(per_mean_context),
-        table_new=np.empty(0),
-        table_context=np.empty(0),
-        table_seconds=np.empty((0, 0)),
-    )
+    return StepTime(*map(float, times))
 
 
 def _grid(values: FloatArray, most: int) -> tuple[FloatArray, npt.NDArray[np.intp]]:

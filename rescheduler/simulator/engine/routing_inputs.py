@@ -7,7 +7,13 @@ from predictor.compilation import compiled, compiled_core, compiled_inline
 from predictor.forecasts.curve import add_load, load_of_known_ends, no_load
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED
 from rescheduler.migration.policy import MigrationInputs, RequestForecasts
-from rescheduler.routing.inputs import RoutingInputs, count_length, limit_placements
+from rescheduler.routing.inputs import (
+    NO_EDGES,
+    RoutingInputs,
+    count_length,
+    limit_placements,
+    new_routing_inputs,
+)
 from rescheduler.simulator.engine.engine_state import NONE, Arrivals, Cluster, PolicyState, Rules
 from rescheduler.simulator.engine.ordered_pool import expected_left
 from rescheduler.simulator.engine.slots import occupied
@@ -94,30 +100,8 @@ def fill_routing_inputs(
     inputs.dispatched[0] = scalars.dispatched
     if policy_state.with_ahead or policy_state.with_lengths:
         _look_ahead(policy_state, cluster, arrivals, n)
-    return RoutingInputs(
-        inputs.load,
-        inputs.running,
-        inputs.queued,
-        inputs.slots,
-        inputs.room,
-        inputs.capacity,
-        inputs.work,
-        inputs.budget,
-        inputs.points,
-        inputs.growth,
-        inputs.ahead,
-        inputs.excess,
-        inputs.alive,
-        inputs.size[:n],
-        inputs.survival[:n],
-        inputs.remaining[:n],
-        inputs.waited[:n],
-        inputs.dispatched,
-        inputs.unanswered,
-        inputs.edges,
-        inputs.by_length,
-        inputs.soonest,
-    )
+    shown = (inputs.size[:n], inputs.survival[:n], inputs.remaining[:n], inputs.waited[:n])
+    return RoutingInputs(*(inputs[:-4] + shown))
 
 
 @compiled_core
@@ -128,19 +112,7 @@ def _look_ahead(
     inputs, forecast = policy_state.inputs, policy_state.forecast
     n = gather_placed(cluster)
     if policy_state.with_ahead:
-        add_expected_loads(
-            forecast,
-            cluster,
-            n,
-            inputs.points,
-            inputs.growth,
-            inputs.capacity,
-            policy_state.row,
-            policy_state.ending,
-            inputs.ahead,
-            inputs.excess,
-            inputs.alive,
-        )
+        add_expected_loads(forecast, cluster, n, inputs, policy_state.row, policy_state.ending)
     if policy_state.with_lengths:
         inputs.work[:] = 0.0
         inputs.unanswered[:] = 0
@@ -173,40 +145,28 @@ def add_expected_loads(
     forecast: ForecastArrays,
     cluster: Cluster,
     n: int,
-    points: IntArray,
-    growth: FloatArray,
-    capacity: IntArray,
+    inputs: RoutingInputs,
     row: FloatArray,
     ending: FloatArray,
-    ahead: FloatArray,
-    excess: FloatArray,
-    alive: FloatArray,
 ) -> None:
     """Write the loads ahead, [G, P], of the first n requests of ``cluster.placed``.
 
     ``row``, [P], and ``ending``, [2, G, P + 1], are scratch.
     """
-    placed = cluster.placed[:n]
+    placed, points, growth = cluster.placed[:n], inputs.points, inputs.growth
+    ahead, excess, alive = inputs.ahead, inputs.excess, inputs.alive
     ahead[:] = 0.0
     no_load(excess)
     alive[:] = 0.0
     if knows_ends(forecast) and excess.shape[2] == 0:
-        load_of_known_ends(
-            placed["left"],
-            placed["instance"],
-            placed["context"],
-            points,
-            growth,
-            ending,
-            ahead,
-            alive,
-        )
+        left, instance, context = placed["left"], placed["instance"], placed["context"]
+        load_of_known_ends(left, instance, context, points, growth, ending, ahead, alive)
         return
     for i in range(n):
         one = cluster.placed[i]
         r, g = cluster.requests[one.row], one.instance
         survival_row(forecast, r.number, r.template, one.generated, r.output, points, row)
-        add_load(one.context, row, growth, capacity[g], ahead[g], excess[g], alive[g])
+        add_load(one.context, row, growth, inputs.capacity[g], ahead[g], excess[g], alive[g])
 
 
 def simulated_migration_inputs(
@@ -225,22 +185,12 @@ def simulated_migration_inputs(
     np.add.at(load, placed["instance"], placed["context"])
     free = rules.slots - np.bincount(placed["instance"], minlength=rules.n_instances)
     n_instances, n_points = rules.n_instances, len(points)
-    ahead = np.zeros((n_instances, n_points))
+    growth, unasked = points * rules.drift.mean(), np.zeros(n_instances, dtype=np.int64)
+    loads = new_routing_inputs(unasked, 0, points, growth, False, False, NO_EDGES)
     if n_points > 1:
-        add_expected_loads(
-            forecast,
-            cluster,
-            n,
-            points,
-            growth=points * rules.drift.mean(),
-            capacity=np.empty(n_instances, dtype=np.int64),  # of which nothing is asked
-            row=np.empty(n_points),
-            ending=np.empty((2, n_instances, n_points + 1)),
-            ahead=ahead,
-            excess=np.empty((n_instances, n_points, 0)),
-            alive=np.empty((n_instances, 0)),
-        )
-    ahead[:, 0] = load
+        ending = np.empty((2, n_instances, n_points + 1))
+        add_expected_loads(forecast, cluster, n, loads, np.empty(n_points), ending)
+    loads.ahead[:, 0] = load
     movable = placed[placed["since_move"] >= 0]
 
     def forecasts_of(some: IntArray, steps: FloatArray) -> RequestForecasts:
@@ -255,7 +205,7 @@ def simulated_migration_inputs(
         room=rules.kv_capacity - instances["leaving_tokens"],
         free=free.astype(np.int64),
         points=points,
-        ahead=ahead,
+        ahead=loads.ahead,
         source=movable["instance"].copy(),
         context=movable["context"].copy(),
         since_move=movable["since_move"].copy(),

@@ -3,7 +3,7 @@
 import csv
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -154,11 +154,17 @@ def _microseconds(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class _CSVReader:
-    """Reads a CSV file of a known format, with the columns of its own header."""
+class RowReader:
+    """Reads the requests of one file of a known format, the first line's included.
+
+    Attributes:
+        form: of the file.
+        header: its columns.
+        unit: of its arrivals; None: they are dates.
+    """
 
     form: TraceFormat
-    header: list[str]
+    header: Sequence[str]
     unit: TimeUnit | None
 
     @property
@@ -176,6 +182,21 @@ class _CSVReader:
         return _microseconds if self.unit is None else float
 
     def rows(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
+        """Yield the requests of the lines of a file; the path is for errors."""
+        return self._of_json(path, lines) if self.form.lines else self._of_csv(path, lines)
+
+    def _of_json(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
+        decode = msgspec.json.Decoder(_MooncakeLine).decode
+        for number, line in enumerate(lines, start=1):
+            if line.isspace():
+                continue
+            try:
+                request = decode(line)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{path}:{number}: no request of Mooncake's: {error}") from None
+            yield number, request.timestamp, request.input_length, request.output_length, ""
+
+    def _of_csv(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
         reader = csv.reader(lines)
         width, clock = len(self.header), self._clock
         time_at = self.header.index(self.form.time) if self.timed else None
@@ -248,37 +269,6 @@ class _MooncakeLine(msgspec.Struct):
     output_length: int
 
 
-@dataclass(frozen=True)
-class _MooncakeReader:
-    """Reads Mooncake's JSON Lines."""
-
-    form: TraceFormat
-    unit: TimeUnit
-
-    @property
-    def ticks(self) -> int:
-        return ticks(self.unit)
-
-    @property
-    def timed(self) -> bool:
-        return True
-
-    def rows(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
-        decode = msgspec.json.Decoder(_MooncakeLine).decode
-        for number, line in enumerate(lines, start=1):
-            if line.isspace():
-                continue
-            try:
-                request = decode(line)
-            except msgspec.DecodeError as error:
-                raise ValueError(f"{path}:{number}: no request of Mooncake's: {error}") from None
-            yield number, request.timestamp, request.input_length, request.output_length, ""
-
-
-RowReader = _CSVReader | _MooncakeReader
-"""Reads the requests of one file; ``rows`` yields them, the first line's included."""
-
-
 def recognise(
     path: Path,
     lines: Iterator[str],
@@ -316,7 +306,7 @@ def recognise(
             f"begins {first.strip()[:60]!r}"
         )
     if form and form.lines:
-        return _MooncakeReader(form, time_unit or "ms")
+        return RowReader(form, form.columns, time_unit or form.unit)
     try:
         header = [column.strip() for column in next(csv.reader([first]))]
     except csv.Error as error:
@@ -332,7 +322,7 @@ def recognise(
         raise ValueError(f"{where}: has the column {twice[0]!r} twice")
     if time_unit is not None and form.time not in header:
         raise ValueError(f"{where}: no {form.time} that time_unit could be of")
-    return _CSVReader(form, header, time_unit or form.unit)
+    return RowReader(form, header, time_unit or form.unit)
 
 
 def _of_header(where: str, header: list[str], line: str) -> TraceFormat:
