@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled
 from predictor.forecasts.curve import aged_mean, aged_survival, load_of_known_ends, tokens_left
-from predictor.forecasts.curve_plot import MOVING, axes_to_draw
+from predictor.forecasts.curve_plot import MOVING
 from predictor.forecasts.expected_load import expected_load
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster.cluster_view import BAR_HEIGHT, NEVER_MOVED, ClusterView
@@ -207,12 +207,6 @@ def _draw_move(
     )
 
 
-def _draw_reason(axes: "Axes", reason: str) -> None:
-    """Write why above the legend; signs of mathematics in it are only signs."""
-    title = axes.set_title(fill(reason, _CHARACTERS), loc="left", fontsize="small", pad=24)
-    title.set_parse_math(False)
-
-
 @dataclass(frozen=True, slots=True)
 class Migration:
     """One request that is to move.
@@ -245,11 +239,10 @@ class Plan:
 
     def plot(self, view: ClusterView, ax: "Axes | None" = None) -> "Axes":
         """Draw the cluster, an arrow for each move, and the reason."""
-        bars = view.load_bars()
-        starts, remaining = bars.starts(), None if view.forecast is None else view.forecast.mean()
+        starts, _ = view.bars()
+        remaining = None if view.forecast is None else view.forecast.mean()
         arrives = view.kv_load.copy()
-        with axes_to_draw(ax, *bars.figure_size) as axes:
-            bars.draw(axes)
+        with view.drawn(ax) as axes:
             for move in self.migrations:
                 tokens = int(view.context_tokens[move.request])
                 label = f"request {move.request}"
@@ -258,7 +251,9 @@ class Plan:
                 start, end = starts[move.request], arrives[move.target]
                 _draw_move(axes, (start, move.source), (end, move.target), tokens, label)
                 arrives[move.target] += tokens
-            _draw_reason(axes, self.reason)
+            # Signs of mathematics in it are only signs, and the legend is below it.
+            reason = fill(self.reason, _CHARACTERS)
+            axes.set_title(reason, loc="left", fontsize="small", pad=24).set_parse_math(False)
         return axes
 
 
