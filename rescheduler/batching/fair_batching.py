@@ -55,12 +55,6 @@ class MeasuredStep(NamedTuple):
     seconds: float
 
 
-class _InFlight(NamedTuple):
-    scheduled: float
-    new: int
-    context: int
-
-
 class StepClock:
     """Measures steps between their scheduling and their output, in the order of both.
 
@@ -69,7 +63,7 @@ class StepClock:
     """
 
     def __init__(self) -> None:
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[tuple[float, int, int]] = deque()
         self._free_at = 0.0
         self._last_output = 0.0
 
@@ -91,16 +85,14 @@ class StepClock:
             estimate: seconds it will take, 0 when nothing is known.
         """
         self._free_at = self.begins(now) + estimate
-        self._in_flight.append(_InFlight(now, new, context))
+        self._in_flight.append((now, new, context))
 
     def output(self, now: float) -> MeasuredStep | None:
         """Note that the output of the oldest step has come; return it unless it was empty."""
-        step = self._in_flight.popleft()
-        seconds = now - max(step.scheduled, self._last_output)
+        scheduled, new, context = self._in_flight.popleft()
+        seconds = now - max(scheduled, self._last_output)
         self._last_output = now
-        if step.new == 0:
-            return None
-        return MeasuredStep(step.new, step.context, seconds)
+        return MeasuredStep(new, context, seconds) if new else None
 
 
 class BatchTimes:
@@ -132,14 +124,8 @@ class BatchTimes:
 
     def seconds(self, new: int, context: int) -> float:
         """Return the estimated seconds of a batch, 0 when nothing is known or it is empty."""
-        rules = self.rules
-        batch = BatchTime(rules.constant, rules.per_new, rules.per_context)
-        return batch.seconds(new, context) if new else 0.0
-
-    @property
-    def seconds_a_token(self) -> float:
-        """Estimated seconds of a prompt's token, b + c."""
-        return self.rules.per_new + self.rules.per_context
+        _, a, b, c, *_ = self.rules
+        return BatchTime(a, b, c).seconds(new, context) if new else 0.0
 
     def learn(self, step: MeasuredStep) -> None:
         """Take a step into account."""
@@ -437,7 +423,8 @@ class FairBatching(SchedulerPart):
                 budget = self._budget(known, self.objectives_of(request)) - taken
                 if prompt > budget or client_request in self._refused:
                     self._refused.append(client_request)
-                    seconds = retry_seconds(prompt - budget, self.times.seconds_a_token)
+                    a_token = self.times.rules.per_new + self.times.rules.per_context
+                    seconds = retry_seconds(prompt - budget, a_token)
                     reason = rejection_reason(seconds)
                     self._rejections.append(scheduling.reject(self.scheduler, request, reason))
                     self.rejected += 1

@@ -149,6 +149,23 @@ def best_moves(
     return moved[:found], where[:found], gains[:found]
 
 
+def planned_moves(
+    inputs: MigrationInputs,
+    weights: FloatArray,
+    variance: float,
+    rows: IntArray,
+    candidates: Candidates,
+    targets: Targets,
+    most: int = 1,
+) -> list[Migration]:
+    """Return the `best_moves` of the requests in some rows of the inputs."""
+    moves = best_moves(inputs.points, inputs.ahead, weights, variance, candidates, targets, most)
+    return [
+        Migration(int(rows[i]), int(candidates.source[i]), int(target), float(gain))
+        for i, target, gain in zip(*moves, strict=True)
+    ]
+
+
 def weighted_variance(ahead: FloatArray, weights: FloatArray) -> float:
     r"""Return :math:`\sum_h \beta_h \operatorname{Var}_g(\Lambda_g(h))` of [G, P] loads."""
     return float(ahead.var(axis=0) @ weights)
@@ -246,17 +263,13 @@ class Star(MigrationPolicy, theta=NOT_NEGATIVE, beta="[0, 1]"):
             load=inputs.load.astype(np.float64),
             limit=np.asarray(self.memory_share * inputs.room, dtype=np.float64),
         )
-        moved, where, gain = best_moves(
-            inputs.points, inputs.ahead, weights, variance, candidates, targets, 1
-        )
-        if len(moved) == 0:
+        moves = planned_moves(inputs, weights, variance, rows, candidates, targets)
+        if not moves:
             return Plan([], why_none(candidates, targets, "lowers the variance"))
-        i, target, share = int(moved[0]), int(where[0]), float(gain[0])
-        migration = Migration(int(rows[i]), int(candidates.source[i]), target, share)
         return Plan(
-            [migration],
+            moves,
             f"of {np.count_nonzero(lasts)} requests on {np.count_nonzero(overloaded)} overloaded "
-            f"instances it lowers the variance most, by {share:.1%}",
+            f"instances it lowers the variance most, by {moves[0].gain:.1%}",
         )
 
     def _classify(

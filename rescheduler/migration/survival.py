@@ -6,7 +6,6 @@ import numpy as np
 
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE
 from rescheduler.migration.policy import (
-    Migration,
     MigrationInputs,
     MigrationPolicy,
     Plan,
@@ -15,8 +14,8 @@ from rescheduler.migration.policy import (
 from rescheduler.migration.star import (
     Candidates,
     Targets,
-    best_moves,
     decayed_weights,
+    planned_moves,
     weighted_variance,
     why_none,
 )
@@ -124,17 +123,12 @@ class Survival(
             load=inputs.load.astype(np.float64),
             limit=np.asarray(self.memory_share * inputs.room, dtype=np.float64),
         )
-        moved, where, gain = best_moves(
-            inputs.points, inputs.ahead, weights, variance, candidates, targets, self.moves
-        )
-        if len(moved) == 0:
+        moves = planned_moves(inputs, weights, variance, rows, candidates, targets, self.moves)
+        if not moves:
             return Plan([], why_none(candidates, targets, "is expected to pay for itself"))
-        migrations = [
-            Migration(int(rows[i]), int(candidates.source[i]), int(t), float(share))
-            for i, t, share in zip(moved, where, gain, strict=True)
-        ]
+        gain = np.sum([move.gain for move in moves])
         return Plan(
-            migrations,
+            moves,
             f"of {len(rows)} requests above the mean load the moves that most lower the expected "
-            f"variance, by {gain.sum():.1%} together, and are likely to outlast their pay-back",
+            f"variance, by {gain:.1%} together, and are likely to outlast their pay-back",
         )

@@ -255,7 +255,7 @@ class Simulation:
         self.planner = planner
         rules = _rules(setup, self.policy, planner)
         servers = config.prefill.instances if config.prefill.kind == "stage" else 0
-        kernel, order = kernel_of(self.policy), self.order.parameters()
+        kernel, ordering = kernel_of(self.policy), self.order.parameters()
         self._kernel = NO_KERNEL if kernel is None else kernel
         cluster = new_cluster(rules, servers)
         cluster.instances["budget"] = _idle_budget(rules)
@@ -263,7 +263,9 @@ class Simulation:
             rules=rules,
             step_time=setup.step_time,
             power_model=power_model(config.power),
-            policy_state=new_policy_state(rules, self.policy, kernel is None, self.forecast, order),
+            policy_state=new_policy_state(
+                rules, self.policy, kernel is None, self.forecast, ordering
+            ),
             cluster=cluster,
             batch=new_batch_arrays(len(cluster.requests)),
             arrivals=new_arrivals(rules, servers),

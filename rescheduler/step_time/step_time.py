@@ -203,7 +203,8 @@ def _linear(
     times = (constant, per_new, per_context, per_mean_context)
     if not all(0 <= value < math.inf for value in times) or not any(times):
         raise ValueError(f"times must not be below 0, and not all 0: {times}")
-    return StepTime(*map(float, times))
+    a, b, c, d = map(float, times)
+    return StepTime(a, b, c, d)
 
 
 def _grid(values: FloatArray, most: int) -> tuple[FloatArray, npt.NDArray[np.intp]]:
