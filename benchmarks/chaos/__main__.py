@@ -33,7 +33,7 @@ The table that it ends with:
   ``refused_at_proxy_restart`` had not begun.
 - ``loop_stall_ms``, the longest computation of the proxy's event loop at a stretch.
 - ``living_out_of_service``: how often the proxy took an engine out of service that lived, and
-  ``stopped_out_of_service``, those among them that were stopped; see `lives.ServiceWatch` for the
+  ``stopped_out_of_service``, those among them that were stopped; see `ledger.ServiceWatch` for the
   rule. ``recomputed_of_living`` and ``recomputed_after_deaths`` divide the requests that were
   computed again in the same way.
 - ``killers_sent``; ``killers_refused_after_two``: that got a 422 after one or two engines;
@@ -61,8 +61,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.chaos.chaos import KILLER, KINDS, OVERLOAD, SLOW, STOP, chaos
-from benchmarks.chaos.harm import SETTING, Setting
-from benchmarks.chaos.killers import LOGS_REQUESTS
+from benchmarks.chaos.harm import LOGS_REQUESTS, SETTING, Setting
 from benchmarks.support.report import arguments, report
 from predictor.live.zmq_sockets import create_keys
 from rescheduler.emulation.emulate_options import EmulateOptions, read_machine

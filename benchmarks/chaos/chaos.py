@@ -13,12 +13,9 @@ from types import MappingProxyType
 import aiohttp
 import msgspec
 
+from benchmarks.chaos.clients import HonestClients, RudeClients
 from benchmarks.chaos.harm import SETTING, Harm, Setting
-from benchmarks.chaos.honest import HonestClients
-from benchmarks.chaos.ledger import Ledger
-from benchmarks.chaos.lives import ServiceWatch
-from benchmarks.chaos.metrics import ProxyCounters
-from benchmarks.chaos.rude import RudeClients
+from benchmarks.chaos.ledger import Ledger, ProxyCounters, ServiceWatch
 from benchmarks.support.deployments import proxy_process
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_engines import Launched

@@ -1,29 +1,31 @@
-"""What happens to engines and to the proxy: killed, stopped, filled up, drained, restarted."""
+"""What happens to engines and to the proxy: killed, stopped, slowed, filled, drained, restarted.
+
+Requests that kill are among it: the engine of each dies as soon as the request runs there.
+"""
 
 import asyncio
 import json
+import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import zmq
 
-from benchmarks.chaos.killers import Killers
-from benchmarks.chaos.ledger import Ledger
-from benchmarks.chaos.lives import Lives
-from benchmarks.chaos.metrics import prompt_tokens
-from benchmarks.chaos.slow import StepLog, engine_core, slow_steps
+from benchmarks.chaos.ledger import Ledger, Lives, prompt_tokens
 from predictor.live.zmq_sockets import Side, apply_curve
+from rescheduler.emulation.scripted_answers import LENGTH
 from rescheduler.engines.deployment import Deployment, Instance
 from rescheduler.engines.launch_engines import Launched
 from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.openai.openai_stream import read_events
 from rescheduler.transfer.control_messages import TOPIC
 
 _GARBAGE_SECONDS = 4.0
@@ -33,6 +35,206 @@ _FILLERS = 5
 _OVERLOAD = 1.3
 _STOPS = 3
 """Of which the last may be one of a prefill instance."""
+
+
+LOGS_REQUESTS = "--enable-log-requests"
+"""vLLM's flag with which an engine's log names each request as it comes."""
+REFUSED = 422
+MOST_ENGINES = 2
+"""That a request may take, until it is refused."""
+_SPARED = MOST_ENGINES + 1
+"""Engines after which the harness spares the others."""
+_KILLER_SECONDS = 240.0
+_KILLER_TOKENS = 400
+_LOOK_SECONDS = 0.02
+_BEGUN_SECONDS = 0.5
+"""After which a killer's stream has begun."""
+
+
+@dataclass
+class Killers:
+    """Sends such requests, and sees what becomes of them.
+
+    An engine's log names a request when it comes. Of three killers the first kills each decode
+    engine at once, the second after half a second, when its stream has begun, and the third at once
+    and prefill engines, too. Streams and whole answers take turns.
+
+    Args:
+        logs: of the engines, by name, those of prefill engines first.
+        decodes: names of the decode engines.
+        kill: kills an engine, and begins to start it again.
+        is_dead: whether an engine is being killed or started again.
+    """
+
+    url: str
+    model: str
+    session: aiohttp.ClientSession
+    ledger: Ledger
+    logs: Mapping[str, Path]
+    decodes: frozenset[str]
+    kill: Callable[[str], Awaitable[None]]
+    is_dead: Callable[[str], bool]
+    _lost: int = 0
+
+    async def send(self) -> None:
+        """Send one, and kill its engines, three at most."""
+        counts = self.ledger.counts
+        number = counts["killers_sent"]
+        counts["killers_sent"] += 1
+        name = f"killer-{number:04}"
+        tails = {
+            engine: _LogTail(log)
+            for engine, log in self.logs.items()
+            if number % 3 == 2 or engine in self.decodes
+        }
+        seconds = _BEGUN_SECONDS if number % 3 == 1 else 0.0
+        killing = asyncio.create_task(self._kill_where_it_runs(name, tails, seconds))
+        try:
+            answer = await self._ask(name, stream=number % 2 == 1)
+        finally:
+            killing.cancel()
+            await asyncio.gather(killing, return_exceptions=True)
+        lost = self._lost
+        counts["engines_lost_to_killers"] += lost
+        counts["killers_beyond_two"] += lost > MOST_ENGINES
+        if answer == REFUSED and 0 < lost <= MOST_ENGINES:
+            counts["killers_refused_after_two"] += 1
+        else:
+            self.ledger.notes.append(f"{name} took {lost} engines and ended with {answer}")
+
+    async def _ask(self, name: str, stream: bool) -> int | str:
+        """Return the status or the code with which a killer ended, or else how it ended."""
+        body: dict[str, Any] = {"model": self.model, "prompt": f"{name} kills"}
+        body |= {"stream": stream, "ignore_eos": True}
+        body |= {"max_tokens": _KILLER_TOKENS, "vllm_xargs": {LENGTH: _KILLER_TOKENS}}
+        url, timeout = f"{self.url}/v1/completions", aiohttp.ClientTimeout(total=_KILLER_SECONDS)
+        headers = {"X-Request-Id": name}
+        try:
+            async with self.session.post(
+                url, json=body, headers=headers, timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    return _code(response.status, await response.json(content_type=None))
+                if not stream:
+                    await response.read()
+                    return "an answer"
+                async for event in read_events(response.content):
+                    if "error" in event:
+                        return _code(0, event)
+                return "an answer"
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    async def _kill_where_it_runs(
+        self, name: str, tails: Mapping[str, "_LogTail"], seconds: float
+    ) -> None:
+        self._lost = 0
+        while self._lost < _SPARED:
+            for engine, tail in tails.items():
+                came = [line for line in tail.new_lines() if b"Received request" in line]
+                if any(name.encode() in line for line in came) and not self.is_dead(engine):
+                    await asyncio.sleep(seconds)
+                    self._lost += 1
+                    await self.kill(engine)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+class _LogTail:
+    """What an engine logs from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size
+        self._part = b""
+
+    def new_lines(self) -> list[bytes]:
+        """Return the whole lines since the last call."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *lines, self._part = (self._part + data).split(b"\n")
+        return lines
+
+
+def _code(status: int, answer: Any) -> int | str:
+    """Return an error's code if it is one of a request that no engine survives, else its words."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if isinstance(error, dict):
+        code = error.get("code", status)
+        if code == REFUSED and error.get("type") == "UnprocessableEntityError":
+            return REFUSED
+    return f"HTTP {status}: {json.dumps(answer)[:200]}"
+
+
+TIMES = 10
+"""As long slow steps take."""
+_RUN_SECONDS = 0.01
+_CORE = b"VLLM::EngineCore"
+_COLUMNS = 7
+
+
+def engine_core(server: ServerProcess) -> int | None:
+    """Return the process id of an engine's core, which takes its steps; None: there is none."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError):
+                pid = int(folder.name)
+                if os.getpgid(pid) == server.pid and _CORE in (folder / "cmdline").read_bytes():
+                    return pid
+    return None
+
+
+@dataclass
+class StepLog:
+    """The steps that an emulated engine logs, from now on.
+
+    Attributes:
+        asked: seconds that the steps read so far should have taken.
+        taken: seconds that they took.
+    """
+
+    path: Path
+    asked: float = 0.0
+    taken: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._tail = _LogTail(self.path)
+
+    def read(self) -> float:
+        """Return the seconds that the steps should have taken which ended since the last call."""
+        before = self.asked
+        for line in self._tail.new_lines():
+            values = line.split(b",")
+            if len(values) == _COLUMNS and not line.startswith(b"end"):
+                self.taken += float(values[4])
+                self.asked += float(values[5])
+        return self.asked - before
+
+
+def slow_steps(core: int, log: StepLog | None, seconds: float, ended: threading.Event) -> None:
+    """Have an engine's steps take ten times as long for a while, or until an event is set.
+
+    Its core runs for a hundredth of a second at a time. Then it is stopped until the steps that it
+    took meanwhile have had ten times their time: an emulated engine catches up with steps that are
+    late, and takes several at once. One that logs no steps computes all the time, and is stopped
+    for nine hundredths.
+    """
+    end = due = time.monotonic() + seconds
+    due -= seconds
+    try:
+        while (began := time.monotonic()) < end and not ended.is_set():
+            os.kill(core, signal.SIGCONT)
+            ended.wait(_RUN_SECONDS)
+            os.kill(core, signal.SIGSTOP)
+            asked = _RUN_SECONDS if log is None else log.read()
+            due = max(due, began) + TIMES * asked
+            ended.wait(max(0.0, min(due, end) - time.monotonic()))
+    except ProcessLookupError:
+        pass  # it has ended, which others notice
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(core, signal.SIGCONT)
 
 
 class Setting(NamedTuple):

@@ -1,11 +1,20 @@
-"""What happened to honest clients' requests, and what is to blame."""
+"""What happened to honest clients' requests, which engines lived then, and what is to blame.
 
+The harness kills, stops and starts the engines, and so knows which of them lived at any time.
+The proxy and the engines count for themselves, too.
+"""
+
+import asyncio
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from math import inf
+from typing import Any, Literal
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 Outage = Literal["proxy", "engine", "killer"]
 
@@ -122,3 +131,218 @@ class Ledger:
         both = zip(tokens, expected, strict=False)
         same = next((i for i, (a, b) in enumerate(both) if a != b), min(len(tokens), len(expected)))
         self.notes.append(f"request {number}: token {same} of {len(expected)} differs")
+
+
+_STARTED_SECONDS = 5.0
+"""After a new engine is ready, for which what befell the old one may still be noticed."""
+_CONTINUED_SECONDS = 5.0
+"""After SIGCONT, for which an engine taken out of service counts as stopped."""
+_SAMPLE_SECONDS = 0.2
+
+_Spell = list[float]  # its begin and end
+
+
+@dataclass
+class Lives:
+    """When each engine was dead, and when it was stopped by SIGSTOP.
+
+    An engine counts as dead from just before the harness kills it until five seconds after the next
+    one in its place answered ``/health``, and whenever its process has ended on its own. At any
+    other time it lives, however slow it is.
+    """
+
+    is_running: Callable[[str], bool]
+    _dead: dict[str, list[_Spell]] = field(default_factory=lambda: defaultdict(list))
+    _stopped: dict[str, list[_Spell]] = field(default_factory=lambda: defaultdict(list))
+
+    @contextmanager
+    def dead(self, name: str) -> Iterator[None]:
+        with _spell(self._dead[name], _STARTED_SECONDS):
+            yield
+
+    @contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        with _spell(self._stopped[name], _CONTINUED_SECONDS):
+            yield
+
+    def lived(self, name: str, since: float, until: float) -> bool:
+        """Return whether an engine lived during the whole of a time that ends now."""
+        return self.is_running(name) and not _within(self._dead[name], since, until)
+
+    def was_stopped(self, name: str, since: float, until: float) -> bool:
+        return _within(self._stopped[name], since, until)
+
+    def is_dead(self, name: str) -> bool:
+        """Return whether an engine is being killed or started again."""
+        return any(end == inf for _, end in self._dead[name])
+
+
+@contextmanager
+def _spell(spells: list[_Spell], further: float) -> Iterator[None]:
+    spell = [time.monotonic(), inf]
+    spells.append(spell)
+    try:
+        yield
+    finally:
+        spell[1] = time.monotonic() + further
+
+
+def _within(spells: list[_Spell], since: float, until: float) -> bool:
+    return any(begin <= until and since <= end for begin, end in spells)
+
+
+class ServiceWatch:
+    """Counts how often the proxy takes an engine out of service, and whether that engine lived.
+
+    The state of each breaker is read from the admin API every 0.2 s: an open one stays open for a
+    second at least. An engine is taken out when its breaker was closed at one reading and is not at
+    the next; a proxy that has just started has all closed. ``living_out_of_service`` counts it if
+    the engine lived, as `Lives` has it, from the one reading to the other, and
+    ``stopped_out_of_service`` those among them that were stopped by SIGSTOP, or had been until five
+    seconds before; otherwise ``dead_out_of_service`` counts it.
+    """
+
+    def __init__(self, lives: Lives, ledger: Ledger) -> None:
+        self._lives, self._ledger = lives, ledger
+        self._closed: dict[str, bool] = {}
+        self._proxy: int | None = None
+        self._read = self._began = time.monotonic()
+
+    async def watch(self, read: Callable[[], Any], proxy: Callable[[], int | None]) -> None:
+        """Look forever: ``read`` returns the states by name, or None; ``proxy`` its process id."""
+        while True:
+            states = await read()
+            if states is not None:
+                self.see(states, proxy(), time.monotonic())
+            await asyncio.sleep(_SAMPLE_SECONDS)
+
+    def see(self, states: Mapping[str, str], proxy: int | None, now: float) -> None:
+        """Take a reading of the proxy with this process id."""
+        if proxy != self._proxy:
+            self._closed.clear()
+            self._proxy = proxy
+        for name, state in states.items():
+            if self._closed.get(name, True) and state != "closed":
+                self._taken_out(name, now)
+            self._closed[name] = state == "closed"
+        self._read = now
+
+    def _taken_out(self, name: str, now: float) -> None:
+        counts = self._ledger.counts
+        if not self._lives.lived(name, self._read, now):
+            counts["dead_out_of_service"] += 1
+            return
+        counts["living_out_of_service"] += 1
+        stopped = self._lives.was_stopped(name, self._read, now)
+        counts["stopped_out_of_service"] += stopped
+        how = "stopped" if stopped else "running"
+        self._ledger.notes.append(
+            f"{now - self._began:.0f} s: {name} is taken out of service, and lives ({how})"
+        )
+
+
+_SCRAPE_SECONDS = 1.0
+_TWICE = "headway_proxy_prompts_computed_twice"
+_PROMPT_TOKENS = (
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:request_prompt_tokens_count",
+    "vllm:request_prompt_tokens_sum",
+)
+"""vLLM's counters of what `PromptTokens` has."""
+
+
+class ProxyCounters:
+    """Adds up the proxy's counters over its restarts.
+
+    Requests that were computed again are divided by whether the engine that had them lived then:
+    ``recomputed_of_living`` and ``recomputed_after_deaths``, see `Lives`.
+
+    Attributes:
+        tells_of_prompts: whether a proxy counts the prompts that are computed twice.
+    """
+
+    def __init__(self, lives: Lives, ledger: Ledger) -> None:
+        self.tells_of_prompts = False
+        self._lives, self._ledger = lives, ledger
+        self._last: Counter[str] = Counter()
+        self._read = time.monotonic()
+
+    async def watch(self, url: str, session: aiohttp.ClientSession) -> None:
+        while True:
+            await self.read(url, session)
+            await asyncio.sleep(_SCRAPE_SECONDS)
+
+    async def read(self, url: str, session: aiohttp.ClientSession) -> None:
+        """Read once; nothing if the proxy does not answer."""
+        try:
+            async with session.get(f"{url}/metrics") as response:
+                text = await response.text()
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return
+        self.add(text, time.monotonic())
+
+    def add(self, text: str, now: float) -> None:
+        """Add what a proxy says."""
+        counts, read = self._ledger.counts, Counter[str]()
+        for family in text_string_to_metric_families(text):
+            self.tells_of_prompts |= family.name == _TWICE
+            for sample in family.samples:
+                if sample.name == "headway_proxy_migrations_total":
+                    moved = sample.labels["outcome"] == "moved"
+                    name = "moves" if moved else f"moves_{sample.labels['outcome']}"
+                    read[name] += round(sample.value)
+                elif sample.name == "headway_proxy_recomputed_requests_total":
+                    read[f"recomputed {sample.labels['instance_name']}"] += round(sample.value)
+                elif sample.name == f"{_TWICE}_total":
+                    read["prompts_computed_twice"] += round(sample.value)
+                elif sample.name == "headway_proxy_event_loop_max_stall_seconds":
+                    stall = round(1e3 * sample.value)
+                    counts["loop_stall_ms"] = max(counts["loop_stall_ms"], stall)
+        for name, value in read.items():
+            before = self._last[name]
+            more = value - before if value >= before else value
+            if name.startswith("recomputed "):
+                lived = self._lives.lived(name.partition(" ")[2], self._read, now)
+                counts["recomputed_of_living" if lived else "recomputed_after_deaths"] += more
+                name = "resumed_elsewhere"
+            counts[name] += more
+        self._last, self._read = read, now
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """What engines counted until some moment.
+
+    Attributes:
+        computed: tokens of prompts that they computed themselves: none of a prefilled request.
+        requests: that have ended.
+        tokens: of the prompts of these.
+    """
+
+    computed: float = 0.0
+    requests: float = 0.0
+    tokens: float = 0.0
+
+    def prompts_since(self, before: "PromptTokens") -> int:
+        """Return how many prompts of mean length have been computed since an earlier moment."""
+        requests = self.requests - before.requests
+        mean = (self.tokens - before.tokens) / requests if requests else 0.0
+        return round((self.computed - before.computed) / mean) if mean else 0
+
+
+async def prompt_tokens(urls: Iterable[str], session: aiohttp.ClientSession) -> PromptTokens:
+    """Return what some engines have counted together; raises as ``session.get`` does."""
+    texts = []
+    for url in urls:
+        async with session.get(f"{url}/metrics") as response:
+            texts.append(await response.text())
+    return read_prompt_tokens("\n".join(texts))
+
+
+def read_prompt_tokens(text: str) -> PromptTokens:
+    sums = defaultdict[str, float](float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.labels.get("source") in (None, "local_compute"):
+                sums[sample.name] += sample.value
+    return PromptTokens(*(sums[name] for name in _PROMPT_TOKENS))

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.chaos.killers import Killers
+from benchmarks.chaos.harm import Killers
 from benchmarks.chaos.ledger import Ledger
 
 NAMES = ("killers_refused_after_two", "killers_beyond_two", "engines_lost_to_killers")

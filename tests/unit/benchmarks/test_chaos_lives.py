@@ -4,9 +4,14 @@ import time
 
 import pytest
 
-from benchmarks.chaos.ledger import Ledger
-from benchmarks.chaos.lives import Lives, ServiceWatch
-from benchmarks.chaos.metrics import PromptTokens, ProxyCounters, read_prompt_tokens
+from benchmarks.chaos.ledger import (
+    Ledger,
+    Lives,
+    PromptTokens,
+    ProxyCounters,
+    ServiceWatch,
+    read_prompt_tokens,
+)
 
 OUT = ("living_out_of_service", "stopped_out_of_service", "dead_out_of_service")
 UP = {"decode-0": "closed", "decode-1": "closed"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.slow import StepLog, slow_steps
+from benchmarks.chaos.harm import StepLog, slow_steps
 
 HEADER = "end,requests,new_tokens,context_tokens,seconds,asked_seconds,cpu\n"
 STEPS = f"""

@@ -4,7 +4,7 @@ import asyncio
 import random
 import socket
 
-from benchmarks.chaos.honest import HonestClients
+from benchmarks.chaos.clients import HonestClients
 from benchmarks.chaos.ledger import Ledger
 
 
