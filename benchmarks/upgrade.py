@@ -30,7 +30,7 @@ from typing import Any
 import aiohttp
 from msgspec.structs import replace
 
-from benchmarks.equality.joined_stream import joined_chunks
+from benchmarks.equality.comparing import joined_chunks
 from benchmarks.support.report import arguments, write_report
 from benchmarks.support.stream_client import session
 from rescheduler.emulation.emulate_options import EmulateOptions, read_machine

@@ -15,9 +15,8 @@ from proxying import served
 from running_deployment import ENGINE, RunningDeployment
 from transformers import AutoTokenizer
 
-from benchmarks.equality.asking import Server
 from benchmarks.equality.cases import CHAT, MESSAGES, TOOL, Case
-from benchmarks.equality.comparing import compare
+from benchmarks.equality.comparing import Server, compare
 from benchmarks.support.tiny_models import tiny_model
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment, write_deployment
