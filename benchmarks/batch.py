@@ -22,8 +22,14 @@ With ``--kill`` the proxy, an engine, and the batch itself are killed in the mid
 """
 
 import asyncio
+import json
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,20 +38,22 @@ import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from benchmarks.support.batch_runs import (
-    answered_tokens,
-    batch_process,
-    killed_batch,
-    write_batch,
+from benchmarks.support.deployments import (
+    POLL_SECONDS,
+    StalledError,
+    engines,
+    proxy,
+    proxy_process,
+    until_idle,
 )
-from benchmarks.support.deployments import engines, proxy, until_idle
-from benchmarks.support.emulated_load import PromptLengths, drawn_load
 from benchmarks.support.experiment import (
     PATIENCE,
     RECORDED,
     Arms,
     Experiment,
+    PromptLengths,
     Run,
+    drawn_load,
     emulated_replicas,
     excess_of,
     of_results,
@@ -54,10 +62,21 @@ from benchmarks.support.experiment import (
 )
 from benchmarks.support.report import Cells, change, mean_of, relative_cells
 from rescheduler.demo.demo_load import metric_total, preemptions
-from rescheduler.demo.scripted_load import answer_figures, changed_answers, serve_load, step_sums
+from rescheduler.demo.scripted_load import (
+    MAX_TOKENS,
+    EmulatedAnswer,
+    EmulatedRequest,
+    answer_figures,
+    asked_body,
+    changed_answers,
+    serve_load,
+    step_sums,
+)
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import BackgroundOptions, Deployment
 from rescheduler.engines.emulated_deployment import model_to_load
+from rescheduler.engines.launch_engines import Launched
+from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.simulator.results.report import markdown_table
 
 PROFILE, REPLICAS, SLOTS, KV_TOKENS = "h100-llama-8b", 2, 32, 60_000
@@ -269,6 +288,155 @@ def figures_of(capacity: float, runs: Arms) -> dict[str, float]:
         found["answers_changed"] = float(sum(one["changed"] for one in every))
         found["requests_failed"] = float(sum(one["failed"] for one in every))
     return found
+
+
+_PATIENCE = 900.0
+
+
+def write_batch(
+    path: Path, model: str, load: Sequence[EmulatedRequest], salt: int, **fields: Any
+) -> None:
+    """Write a batch of scripted requests; the fields are added to the body of each."""
+    with path.open("w") as file:
+        for request in load:
+            line = {
+                "custom_id": str(request.seed),
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": asked_body(model, request, salt, MAX_TOKENS) | fields,
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+@contextmanager
+def batch_process(
+    file: Path, out: Path, url: str, concurrency: int
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """Run `headway batch`; at the end, interrupt it if it still runs."""
+    command = [sys.executable, "-m", "rescheduler", "batch", str(file), "--out", str(out)]
+    command += ["--url", url, "--concurrency", str(concurrency)]
+    with out.with_suffix(".log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def answered_tokens(out: Path) -> list[int]:
+    """Return the tokens of each answer that a batch has so far."""
+    if not out.exists():
+        return []
+    whole = [line for line in out.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [json.loads(line)["response"]["body"]["usage"]["completion_tokens"] for line in whole]
+
+
+class KilledBatch(NamedTuple):
+    """A batch in the middle of which a proxy, an engine and the batch itself were killed.
+
+    ``lost`` requests have no answer, ``repeated`` ones have several, ``errors`` are final, and
+    ``changed`` answers are not what was asked for.
+    """
+
+    requests: int
+    answered: int
+    lost: int
+    repeated: int
+    errors: int
+    changed: int
+    seconds: float
+
+
+def killed_batch(
+    deployment: Deployment,
+    engines: Launched,
+    load: Sequence[EmulatedRequest],
+    folder: Path,
+    concurrency: int,
+) -> KilledBatch:
+    """Run a batch on engines that run; kill -9 the proxy, an engine, and the batch, in turn.
+
+    The first two after a quarter and the half of the answers, and each starts again.
+
+    Raises:
+        StalledError: no answer comes for a quarter of an hour.
+        RuntimeError: the batch ended otherwise than with all of its answers.
+    """
+    file, out = folder / "asked.jsonl", folder / "answers.jsonl"
+    write_batch(file, deployment.served_name, load, salt=0)
+    server = proxy_process(deployment, folder, "--verbose")
+    began = time.monotonic()
+    try:
+        _started(server)
+        with batch_process(file, out, deployment.proxy_url, concurrency) as process:
+            _until_answered(out, len(load) // 4, process)
+            server.kill()
+            _started(server)
+            _until_answered(out, len(load) // 2, process)
+            victim = deployment.decode[-1].name
+            engines.kill(victim)
+            engines.start([victim])
+        with batch_process(file, out, deployment.proxy_url, concurrency) as process:
+            _until_answered(out, 3 * len(load) // 4, process)
+            process.send_signal(signal.SIGKILL)
+        with batch_process(file, out, deployment.proxy_url, concurrency) as process:
+            _until(lambda: process.poll() is not None)
+            if process.returncode:
+                raise _ended(out)
+    finally:
+        server.signal(signal.SIGTERM)
+        server.end_by(time.monotonic() + 30.0)
+    return _judged(deployment, load, out, time.monotonic() - began)
+
+
+def _judged(
+    deployment: Deployment, load: Sequence[EmulatedRequest], out: Path, seconds: float
+) -> KilledBatch:
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    times = Counter(line["custom_id"] for line in lines)
+    asked = {str(request.seed): request for request in load}
+    answers = []
+    for line in lines:
+        body = line["response"]["body"]
+        tokens, text = body["usage"]["completion_tokens"], body["choices"][0]["text"]
+        answers.append(EmulatedAnswer(asked[line["custom_id"]], tokens=tokens, text=text))
+    errors = out.with_name("answers.errors.jsonl").read_text().splitlines()
+    return KilledBatch(
+        requests=len(load),
+        answered=len(times),
+        lost=len(asked.keys() - times.keys()),
+        repeated=sum(count > 1 for count in times.values()),
+        errors=len(errors),
+        changed=changed_answers(answers, Path(model_to_load(deployment))),
+        seconds=seconds,
+    )
+
+
+def _started(server: ServerProcess) -> None:
+    server.start()
+    _until(server.is_ready)
+
+
+def _until_answered(out: Path, answers: int, process: "subprocess.Popen[bytes]") -> None:
+    def answered() -> bool:
+        if process.poll() is not None:
+            raise _ended(out)
+        return len(answered_tokens(out)) >= answers
+
+    _until(answered)
+
+
+def _ended(out: Path) -> RuntimeError:
+    return RuntimeError(f"the batch has ended: {out.with_suffix('.log').read_text()}")
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise StalledError("the batch goes no further")
+        time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

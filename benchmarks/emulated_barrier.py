@@ -31,14 +31,15 @@ from msgspec.structs import replace
 
 from benchmarks.emulator_check import write_trace
 from benchmarks.support.deployments import proxy, until_idle
-from benchmarks.support.emulated_load import PromptLengths, drawn_load
 from benchmarks.support.experiment import (
     EXACT,
     PATIENCE,
     RECORDED,
     Arms,
     Experiment,
+    PromptLengths,
     Run,
+    drawn_load,
     emulated_replicas,
     excess_of,
     of_results,

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.support.emulated_load import PromptLengths, drawn_load
 from benchmarks.support.experiment import (
     EXACT,
     RECORDED,
     Arms,
     Experiment,
+    PromptLengths,
     Run,
+    drawn_load,
     emulated_replicas,
     of_results,
     served,

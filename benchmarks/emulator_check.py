@@ -42,8 +42,7 @@ from benchmarks.emulated_fleet import (
     SLOTS,
     EmulatedFleet,
 )
-from benchmarks.support.emulated_load import drawn_load
-from benchmarks.support.experiment import MOST_EXCESS, Run
+from benchmarks.support.experiment import MOST_EXCESS, Run, drawn_load
 from benchmarks.support.report import arguments, resumable, write_report
 from rescheduler.demo.scripted_load import TPOT_S, TTFT_S, EmulatedRequest
 from rescheduler.emulation.emulate_options import read_machine

@@ -1,4 +1,7 @@
-"""Arms compared in rotated rounds on emulated engines: run where missing, kept, and reported."""
+"""Arms compared in rotated rounds on emulated engines: run where missing, kept, and reported.
+
+And the loads of drawn requests that they serve.
+"""
 
 import argparse
 import asyncio
@@ -6,7 +9,7 @@ import sys
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +18,6 @@ import numpy as np
 from msgspec import to_builtins
 
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.emulated_load import PromptLengths, drawn_load, steady_rate
 from benchmarks.support.report import (
     Cells,
     Rounds,
@@ -34,7 +36,7 @@ from rescheduler.demo.scripted_load import (
     serve_load,
     step_sums,
 )
-from rescheduler.emulation.emulate_options import EmulateOptions, ForecastQuality
+from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions, ForecastQuality
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
 from rescheduler.engines.emulated_deployment import model_to_load
 from rescheduler.engines.launch_local import local_deployment
@@ -54,6 +56,38 @@ _MEASURED_ROUND = 1_000_003
 
 Arms = Mapping[str, Rounds]
 """Figures of each arm, by round."""
+
+
+class PromptLengths(NamedTuple):
+    """Prompts of so many tokens, uniform in their logarithm."""
+
+    shortest: int
+    longest: int
+
+
+def drawn_load(
+    number: int, requests: int, rate: float, prompts: PromptLengths, law: AnswerLengths
+) -> list[EmulatedRequest]:
+    """Return a round's requests, a Poisson process; at an infinite rate all come at once.
+
+    A round draws lengths and gaps of its own, the same every time; a rate only stretches its gaps.
+    """
+    generator = np.random.default_rng(number)
+    gaps = generator.exponential(size=requests) / rate
+    low, high = np.log(prompts.shortest), np.log(prompts.longest)
+    prompt = np.exp(generator.uniform(low, high, requests)).astype(int)
+    answer = law.median * np.exp(law.sigma * generator.standard_normal(requests))
+    answer = np.clip(np.round(answer), 2, law.longest).astype(int)
+    seeds = number * 1_000_000 + np.arange(requests)
+    columns = (seeds.tolist(), prompt.tolist(), answer.tolist(), np.cumsum(gaps).tolist())
+    return [EmulatedRequest(*row) for row in zip(*columns, strict=True)]
+
+
+def steady_rate(ended: Iterable[float]) -> float:
+    """Return how many of a load that came at once ended in a second, in its steady part."""
+    times = np.sort(list(ended))
+    low, high = int(0.2 * len(times)), int(0.7 * len(times))
+    return float((high - low) / (times[high] - times[low]))
 
 
 class Run(NamedTuple):

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 from running_deployment import PATIENT
 
-from benchmarks.support.batch_runs import killed_batch
-from benchmarks.support.emulated_load import PromptLengths, drawn_load
+from benchmarks.batch import killed_batch
+from benchmarks.support.experiment import PromptLengths, drawn_load
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import EngineOptions
 from rescheduler.engines.launch_engines import launched

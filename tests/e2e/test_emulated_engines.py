@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from running_deployment import PATIENT
 
 from benchmarks.support.deployments import proxy
-from benchmarks.support.emulated_load import PromptLengths, drawn_load
+from benchmarks.support.experiment import PromptLengths, drawn_load
 from rescheduler.demo.demo_load import metric_total, preemptions
 from rescheduler.demo.scripted_load import (
     EmulatedAnswer,

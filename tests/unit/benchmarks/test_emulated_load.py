@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.support.emulated_load import PromptLengths, drawn_load
+from benchmarks.support.experiment import PromptLengths, drawn_load
 from rescheduler.demo.scripted_load import (
     EmulatedAnswer,
     EmulatedRequest,

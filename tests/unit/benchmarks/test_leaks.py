@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.leaks import measure, slope
-from benchmarks.support.mixed_clients import KINDS, OUTCOMES
+from benchmarks.leaks import KINDS, OUTCOMES, measure, slope
 
 REQUESTS = 5000
 MOST_KB = {"proxy": 1200.0, "coordinator": 750.0}
