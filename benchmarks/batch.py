@@ -34,7 +34,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
@@ -53,14 +52,14 @@ from benchmarks.support.experiment import (
     Experiment,
     PromptLengths,
     Run,
+    checks_of,
     drawn_load,
     emulated_replicas,
-    excess_of,
     of_results,
     steady_capacity,
     step_logs,
 )
-from benchmarks.support.report import Cells, change, mean_of, relative_cells
+from benchmarks.support.report import Cells, by_round, change, mean_of, relative_cells
 from rescheduler.demo.demo_load import metric_total, preemptions
 from rescheduler.demo.scripted_load import (
     MAX_TOKENS,
@@ -253,17 +252,16 @@ def leftover_share(capacity: float, runs: Arms, arm: str) -> dict[int, float]:
 
 def table(capacity: float, load: float, runs: Arms) -> str:
     rows = []
-    for arm, by_round in runs.items():
-        if not by_round or not runs[BASE]:
+    for arm, rounds in runs.items():
+        if not rounds or not runs[BASE]:
             continue
         cells = relative_cells(runs, arm, BASE, FIGURES)
-        batched = np.mean([one["batch_tokens_per_s"] for one in by_round.values()])
+        batched, *counts = (
+            f"{mean_of(by_round(rounds, name)).mean:.0f}"
+            for name in ("batch_tokens_per_s", "gave_way", "preemptions")
+        )
         share = mean_of(leftover_share(capacity, runs, arm)).mean
-        counts = [
-            f"{np.mean([one[key] for one in by_round.values()]):.0f}"
-            for key in ("gave_way", "preemptions")
-        ]
-        rows.append([arm, f"{len(by_round)}", *cells, f"{batched:.0f}", f"{share:.0%}", *counts])
+        rows.append([arm, f"{len(rounds)}", *cells, batched, f"{share:.0%}", *counts])
     heads = ["arm", "rounds", *FIGURES, "batch tokens/s", "of the leftover", "gave way"]
     title = f"### Online at {100 * load:.0f}% of the capacity"
     return "\n".join([title, *markdown_table([*heads, "preemptions"], rows)])
@@ -271,23 +269,16 @@ def table(capacity: float, load: float, runs: Arms) -> str:
 
 def figures_of(capacity: float, runs: Arms) -> dict[str, float]:
     found = {"capacity_tokens_per_s": capacity}
-    for arm, by_round in runs.items():
-        found[f"rounds_{arm}"] = float(len(by_round))
-        if arm == BASE or not by_round or not runs[BASE]:
+    for arm, rounds in runs.items():
+        found[f"rounds_{arm}"] = float(len(rounds))
+        if arm == BASE or not rounds or not runs[BASE]:
             continue
         for figure in FIGURES:
-            estimate = change(by_round, runs[BASE], figure)
-            found[f"{figure}_change_{arm}"] = estimate.mean
-            found[f"{figure}_change_{arm}_half_interval"] = estimate.half
-        rates = {number: one["batch_tokens_per_s"] for number, one in by_round.items()}
+            found |= change(rounds, runs[BASE], figure).figures(f"{figure}_change_{arm}")
+        rates = by_round(rounds, "batch_tokens_per_s")
         found[f"batch_tokens_per_s_{arm}"] = mean_of(rates).mean
         found[f"leftover_share_{arm}"] = mean_of(leftover_share(capacity, runs, arm)).mean
-    every = [one for by_round in runs.values() for one in by_round.values()]
-    if every:
-        found |= excess_of(runs)
-        found["answers_changed"] = float(sum(one["changed"] for one in every))
-        found["requests_failed"] = float(sum(one["failed"] for one in every))
-    return found
+    return found | checks_of(runs)
 
 
 _PATIENCE = 900.0

@@ -45,7 +45,7 @@ from benchmarks.support.experiment import (
     of_results,
     step_logs,
 )
-from benchmarks.support.report import change, relative_cells
+from benchmarks.support.report import by_round, change, mean_of, relative_cells
 from benchmarks.support.stream_client import session
 from rescheduler.demo.scripted_load import EmulatedRequest, asked_body, step_rows
 from rescheduler.emulation.emulate_options import (
@@ -313,13 +313,10 @@ def figures_of(found: Arms) -> dict[str, float]:
     for arm, runs in found.items():
         if not runs:
             continue
-        figures[f"barrier_share_{arm}"] = float(
-            np.mean([one["barrier_share"] for one in runs.values()])
-        )
+        figures[f"barrier_share_{arm}"] = mean_of(by_round(runs, "barrier_share")).mean
         if arm != BASE:
             estimate = change(runs, found[BASE], "tokens_per_s")
-            figures[f"tokens_gain_{arm}"] = estimate.mean
-            figures[f"tokens_gain_{arm}_half_interval"] = estimate.half
+            figures |= estimate.figures(f"tokens_gain_{arm}")
     return figures | excess_of(found)
 
 

@@ -40,7 +40,7 @@ from benchmarks.support.experiment import (
     of_results,
     step_logs,
 )
-from benchmarks.support.report import mean_of
+from benchmarks.support.report import by_round, mean_of
 from rescheduler.demo.demo_load import preemptions
 from rescheduler.demo.scripted_load import (
     EmulatedRequest,
@@ -281,7 +281,7 @@ def report(found: Arms) -> list[str]:
             continue
         cells = []
         for name in FIGURES:
-            estimate = mean_of({number: one[name] for number, one in runs.items()})
+            estimate = mean_of(by_round(runs, name))
             half = "" if np.isnan(estimate.half) else f" ± {estimate.half:.2g}"
             cells.append(f"{estimate.mean:.3g}{half}")
         paper = ARMS[arm].paper if arm in ARMS else ""
@@ -297,9 +297,7 @@ def figures_of(found: Arms) -> dict[str, float]:
             continue
         label = arm.replace(", ", "_")
         for name in FIGURES:
-            estimate = mean_of({number: one[name] for number, one in runs.items()})
-            figures[f"{name}_{label}"] = estimate.mean
-            figures[f"{name}_{label}_half_interval"] = estimate.half
+            figures |= mean_of(by_round(runs, name)).figures(f"{name}_{label}")
     return figures | excess_of(found)
 
 

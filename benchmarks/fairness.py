@@ -42,8 +42,9 @@ from benchmarks.support.deployments import engines, proxy
 from benchmarks.support.report import (
     Estimate,
     arguments,
+    by_round,
+    change,
     mean_of,
-    percent_change,
     rotated,
     write_report,
 )
@@ -264,20 +265,15 @@ def _figures(results: Results, attacks: Sequence[str]) -> dict[str, float]:
         figures[name], figures[f"{name}_half"] = found.mean, found.half
 
     for arm in ARMS:
-        alone = {i: one["honest_answers"] for i, one in results[arm, "none"].items()}
+        alone = results[arm, "none"]
         for name in attacks:
             rounds = results[arm, name]
-            answers = {i: one["honest_answers"] for i, one in rounds.items()}
-            note(f"{arm}_{name}_honest_percent", percent_change(answers, alone))
-            note(
-                f"{arm}_{name}_stall_ms", mean_of({i: one["stall_ms"] for i, one in rounds.items()})
-            )
+            note(f"{arm}_{name}_honest_percent", change(rounds, alone, "honest_answers"))
+            note(f"{arm}_{name}_stall_ms", mean_of(by_round(rounds, "stall_ms")))
             base = COMPARED.get(name)
             if base is not None:
-                key = "selfish_tokens"
-                mine = {i: one[key] for i, one in rounds.items()}
-                others = {i: one[key] for i, one in results[arm, base].items()}
-                note(f"{arm}_selfish_gain_{name}_percent", percent_change(mine, others))
+                gained = change(rounds, results[arm, base], "selfish_tokens")
+                note(f"{arm}_selfish_gain_{name}_percent", gained)
     return figures
 
 

@@ -373,9 +373,7 @@ def all_figures(found: Mapping[Run, Mapping[str, float]]) -> dict[str, float]:
             values = {
                 n: float(one[name]) for n, one in watched.items() if one.get(name) is not None
             }
-            estimate = mean_of(values)
-            figures[f"{group}_{name}"] = estimate.mean
-            figures[f"{group}_{name}_half_interval"] = estimate.half
+            figures |= mean_of(values).figures(f"{group}_{name}")
         if promised:
             given, kept, asked = (
                 sum(one[name] for one in promised)

@@ -39,8 +39,10 @@ from benchmarks.support.deployments import engines, patient
 from benchmarks.support.live_runs import round_load, run_load, served_rate
 from benchmarks.support.report import (
     Cells,
-    Estimate,
     arguments,
+    by_round,
+    change,
+    gain,
     mean_of,
     resumable,
     rotated,
@@ -247,25 +249,23 @@ Results = dict[str, dict[int, Any]]
 """Arm → round → result."""
 
 
-def change(results: Results, arm: str, figure: str) -> Estimate:
-    """Return how much a figure differs from that in order of arrival, in percent."""
-    found = {}
-    for number, one in results[arm].items():
-        base = results[BASE].get(number)
-        if one is not None and base is not None:
-            found[number] = 100 * (measured(one)[figure] / measured(base)[figure] - 1)
-    return mean_of(found)
+def measured_rounds(results: Results) -> dict[str, dict[int, dict[str, float]]]:
+    """Return the figures of each arm's rounds that were run."""
+    return {
+        arm: {number: measured(one) for number, one in rounds.items() if one is not None}
+        for arm, rounds in results.items()
+    }
 
 
 def figures_of(results: Results) -> dict[str, float]:
-    found = {}
+    found, rounds = {}, measured_rounds(results)
     for arm in results:
         if arm == BASE:
             continue
-        for name, figure in (("latency_gain", "latency"), ("ttft_gain", "ttft")):
-            estimate = change(results, arm, figure)
-            found[f"{name}_{arm}"] = -estimate.mean
-            found[f"{name}_half_interval_{arm}"] = estimate.half
+        for figure in ("latency", "ttft"):
+            estimate = gain(rounds[arm], rounds[BASE], figure, more_is_better=False)
+            found[f"{figure}_gain_{arm}"] = estimate.mean
+            found[f"{figure}_gain_half_interval_{arm}"] = estimate.half
         found[f"tokens_changed_{arm}"] = float(tokens_changed(results, arm))
     exact = found.get("latency_gain_exact")
     if exact:
@@ -287,14 +287,14 @@ def tokens_changed(results: Results, arm: str) -> int:
 
 def table(load: str, results: Results) -> str:
     rows = []
-    for arm, by_round in results.items():
-        runs = [measured(one) for one in by_round.values() if one is not None]
+    every = measured_rounds(results)
+    for arm, runs in every.items():
         if not runs:
             continue
         if arm == BASE:
-            cells = [f"{np.mean([one[figure] for one in runs]):.3g} s" for figure in FIGURES]
+            cells = [f"{mean_of(by_round(runs, figure)).mean:.3g} s" for figure in FIGURES]
         else:
-            estimates = [change(results, arm, figure) for figure in FIGURES]
+            estimates = [change(runs, every[BASE], figure) for figure in FIGURES]
             cells = [f"{one.mean:+.0f} ± {one.half:.0f}%" for one in estimates]
         changed_answers = 0 if arm == BASE else tokens_changed(results, arm)
         rows.append([arm, f"{len(runs)}", *cells, f"{changed_answers}"])

@@ -31,7 +31,7 @@ import aiohttp
 from msgspec.structs import replace
 
 from benchmarks.equality.comparing import joined_chunks
-from benchmarks.support.report import arguments, write_report
+from benchmarks.support.report import arguments, report
 from benchmarks.support.stream_client import session
 from rescheduler.emulation.emulate_options import EmulateOptions, read_machine
 from rescheduler.emulation.scripted_answers import LENGTH, SEED
@@ -105,12 +105,8 @@ def main() -> None:
         print(note)
     figures = {name: float(count) for name, count in sorted(ledger.counts.items())}
     figures |= {"longest_pause_s": round(ledger.longest_pause, 3), "upgrade_s": round(seconds, 1)}
-    width = max(map(len, figures))
-    print(f"\n| {'figure':<{width}} | value |\n|{'-' * (width + 2)}|---:|")
-    for name, value in figures.items():
-        print(f"| {name:<{width}} | {value:.6g} |")
     command = " ".join(["python -m benchmarks.upgrade", *sys.argv[1:]])
-    write_report("upgrade", figures, options.json, command=command)
+    report("upgrade", figures, options.json, command=command)
 
 
 class Upgrades:

@@ -38,6 +38,7 @@ from benchmarks.support.report import (
     Rounds,
     arguments,
     change,
+    gain,
     relative_cells,
     write_report,
 )
@@ -144,7 +145,7 @@ def main() -> None:
             else:
                 prefix = f"{name}_{case.name}_{figure}"
                 rows.append([name, case.name, figure, *value_cells(runs, use, figure, found)])
-            figures |= {f"{prefix}_{forecast}": gain.mean for forecast, gain in found.items()}
+            figures |= {f"{prefix}_{forecast}": one.mean for forecast, one in found.items()}
     if rows:
         heads = ["use", "trace", "figure", "best without forecasts", "exact", "recorded"]
         tables.append("\n".join(markdown_table([*heads, "Kaplan–Meier"], rows, "llll")))
@@ -297,21 +298,19 @@ def mean(rounds: Rounds, figure: str) -> float:
 
 def gains(runs: Runs, use: Use, figure: str) -> dict[str, Estimate]:
     """Return what each forecast gains over the best without, in percent."""
-    base, sign = runs[best(runs, use, figure)], 1 if figure == "throughput" else -1
-    found = {}
-    for arm, rounds in runs.items():
-        forecast = arm.rpartition(", ")[2]
-        if forecast in FORECASTS:
-            gain = change(rounds, base, figure)
-            found[forecast] = gain._replace(mean=sign * gain.mean)
-    return found
+    base = runs[best(runs, use, figure)]
+    return {
+        forecast: gain(rounds, base, figure, more_is_better=figure == "throughput")
+        for arm, rounds in runs.items()
+        if (forecast := arm.rpartition(", ")[2]) in FORECASTS
+    }
 
 
 def room_table(title: str, runs: Runs, found: Mapping[str, Estimate]) -> str:
     rows = []
     for arm, rounds in runs.items():
-        gain = found.get(arm.rpartition(", ")[2])
-        shown = f"{gain.mean:+.1f} ± {gain.half:.1f}%" if gain else ""
+        gained = found.get(arm.rpartition(", ")[2])
+        shown = f"{gained.mean:+.1f} ± {gained.half:.1f}%" if gained else ""
         rows.append([arm, *(f"{mean(rounds, name):.4g}" for name in MEANS), shown])
     heads = ["policy", *MEANS, "gain over the best reserve"]
     return "\n".join([f"### {title}", *markdown_table(heads, rows)])

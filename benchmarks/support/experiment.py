@@ -22,7 +22,7 @@ from benchmarks.support.report import (
     Cells,
     Rounds,
     arguments,
-    change,
+    gain,
     relative_cells,
     resumable,
     rotated,
@@ -222,15 +222,9 @@ class Experiment(ABC):
             for arm, rounds in runs.items():
                 figures[f"{prefix}rounds_{arm}"] = float(len(rounds))
                 for name in self.figures if arm != self.base and rounds else ():
-                    estimate = change(rounds, runs[self.base], name)
-                    sign = 1 if name in self.more_is_better else -1
-                    figures[f"{prefix}{name}_gain_{arm}"] = sign * estimate.mean
-                    figures[f"{prefix}{name}_gain_{arm}_half_interval"] = estimate.half
-            checks, every = excess_of(runs), [one for by in runs.values() for one in by.values()]
-            if every:
-                checks["answers_changed"] = float(sum(one["changed"] for one in every))
-                checks["requests_failed"] = float(sum(one["failed"] for one in every))
-            figures |= {prefix + name: value for name, value in checks.items()}
+                    found_gain = gain(rounds, runs[self.base], name, name in self.more_is_better)
+                    figures |= found_gain.figures(f"{prefix}{name}_gain_{arm}")
+            figures |= {prefix + name: value for name, value in checks_of(runs).items()}
         return figures
 
     @classmethod
@@ -267,6 +261,17 @@ def excess_of(runs: Arms) -> dict[str, float]:
         one["excess"] for rounds in runs.values() for one in rounds.values() if "excess" in one
     ]
     return {"excess_step_time": float(np.mean(every))} if every else {}
+
+
+def checks_of(runs: Arms) -> dict[str, float]:
+    """Return how true all runs were: their steps, and what their clients got."""
+    every = [one for rounds in runs.values() for one in rounds.values()]
+    if not every:
+        return {}
+    return excess_of(runs) | {
+        "answers_changed": float(sum(one["changed"] for one in every)),
+        "requests_failed": float(sum(one["failed"] for one in every)),
+    }
 
 
 def emulated_replicas(

@@ -27,13 +27,13 @@ def arguments(description: str, quick: bool = True) -> argparse.ArgumentParser:
     return parser
 
 
-def report(name: str, figures: dict[str, float], out: Path | None) -> None:
+def report(name: str, figures: dict[str, float], out: Path | None, **further: Any) -> None:
     """Print the figures as a table and, if asked, write them with machine and versions."""
     width = max(map(len, figures))
     print(f"\n| {'figure':<{width}} | value |\n|{'-' * (width + 2)}|---:|")
     for key, value in figures.items():
         print(f"| {key:<{width}} | {value:.6g} |")
-    write_report(name, figures, out)
+    write_report(name, figures, out, **further)
 
 
 def write_report(
@@ -123,10 +123,9 @@ class Estimate(NamedTuple):
     half: float
     rounds: int
 
-    @property
-    def is_certain(self) -> bool:
-        """Whether the interval excludes 0."""
-        return abs(self.mean) > self.half
+    def figures(self, name: str) -> dict[str, float]:
+        """Return the mean by this name, and half its interval by one that begins with it."""
+        return {name: self.mean, f"{name}_half_interval": self.half}
 
 
 def mean_of(values: Mapping[int, float]) -> Estimate:
@@ -138,21 +137,16 @@ def mean_of(values: Mapping[int, float]) -> Estimate:
     return Estimate(float(found.mean()), half, len(found))
 
 
-def paired_difference(values: Mapping[int, float], others: Mapping[int, float]) -> Estimate:
-    r"""Return the mean difference, :math:`\bar d \pm t_{0.975, n - 1}\, s_d / \sqrt n`.
+def percent_change(values: Mapping[int, float], others: Mapping[int, float]) -> Estimate:
+    r"""Return the mean change in percent, :math:`\bar d \pm t_{0.975, n - 1}\, s_d / \sqrt n`.
 
     Only rounds that both have count. What a round's requests and the machine at that time do to
     both alike is not in the interval.
 
     Args:
         values: by round.
-        others: by round, which are subtracted.
+        others: by round, from which they differ.
     """
-    return mean_of({i: values[i] - others[i] for i in values if i in others})
-
-
-def percent_change(values: Mapping[int, float], others: Mapping[int, float]) -> Estimate:
-    """Return the mean change from others to values in percent, of the rounds that both have."""
     return mean_of({i: 100 * (values[i] / others[i] - 1) for i in values if others.get(i)})
 
 
@@ -160,10 +154,20 @@ Rounds = Mapping[int, Mapping[str, float]]
 """Figures of an arm, by round."""
 
 
+def by_round(rounds: Rounds, figure: str) -> dict[int, float]:
+    """Return one figure of an arm."""
+    return {number: figures[figure] for number, figures in rounds.items()}
+
+
 def change(arm: Rounds, base: Rounds, figure: str) -> Estimate:
     """Return how much a figure differs from that of another arm, in percent."""
-    mine, others = ({i: one[figure] for i, one in rounds.items()} for rounds in (arm, base))
-    return percent_change(mine, others)
+    return percent_change(by_round(arm, figure), by_round(base, figure))
+
+
+def gain(arm: Rounds, base: Rounds, figure: str, more_is_better: bool) -> Estimate:
+    """Return by how much a figure is better than that of another arm, in percent."""
+    found = change(arm, base, figure)
+    return found if more_is_better else found._replace(mean=-found.mean)
 
 
 def relative_cells(
