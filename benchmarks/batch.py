@@ -47,7 +47,6 @@ from benchmarks.support.deployments import (
 )
 from benchmarks.support.experiment import (
     PATIENCE,
-    RECORDED,
     Arms,
     Experiment,
     PromptLengths,
@@ -117,15 +116,8 @@ class Batch(Experiment):
 
     @property
     def emulate(self) -> EmulateOptions:
-        return EmulateOptions(
-            profile=PROFILE,
-            kv_tokens=KV_TOKENS,
-            dilation=self.options.dilation,
-            lengths=LAW,
-            forecast=RECORDED,
-            prompt_forecast=RECORDED,
-            logs=str((self.scratch / "steps").absolute()),
-        )
+        dilation = self.options.dilation
+        return self.emulated(LAW, profile=PROFILE, kv_tokens=KV_TOKENS, dilation=dilation)
 
     def settings(self, run: Run | None) -> dict[str, Any]:
         shared = {

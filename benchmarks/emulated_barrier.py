@@ -18,7 +18,6 @@ the same.
 
 import asyncio
 import itertools
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace as replace_fields
@@ -29,12 +28,10 @@ import aiohttp
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.emulator_check import write_trace
+from benchmarks.emulator_check import simulation, trace_of
 from benchmarks.support.deployments import proxy, until_idle
 from benchmarks.support.experiment import (
-    EXACT,
     PATIENCE,
-    RECORDED,
     Arms,
     Experiment,
     PromptLengths,
@@ -59,9 +56,7 @@ from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     SimulationConfig,
 )
-from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.results.report import markdown_table
-from rescheduler.simulator.simulation import create_candidates, run, run_setup
 from rescheduler.step_time.step_time import bfio_step_time
 
 PLACES, WAITING = 72, 4
@@ -74,7 +69,6 @@ BASE = "jsq_load"
 FIGURES = ("tokens_per_s", "step_ms", "barrier_share")
 SIMULATED = ("jsq_load", "jsq", "bfio_0")
 """Those that need no forecast: what differs is the simulator's idea of vLLM and of the proxy."""
-SIMULATED_TOO = ", simulated"
 BFIO_0, BFIO = {"name": "bfio", "horizon": 0}, {"name": "bfio"}
 WARM, MEASURED = 1, 2
 """Requests that end before anything is measured, and while it is, for each place."""
@@ -141,15 +135,13 @@ class EmulatedBarrier(Experiment):
         return ARMS[arm].exact
 
     def emulate(self, exact: bool) -> EmulateOptions:
-        return EmulateOptions(
+        return self.emulated(
+            LAW,
+            exact,
             step_time=STEP,
             kv_tokens=1_000_000,
             max_num_batched_tokens=131_072,
             dilation=self.options.dilation,
-            lengths=LAW,
-            forecast=EXACT if exact else RECORDED,
-            prompt_forecast=EXACT if exact else RECORDED,
-            logs=str((self.scratch / "steps").absolute()),
             barrier=True,
         )
 
@@ -201,33 +193,24 @@ class EmulatedBarrier(Experiment):
         return step_figures(logs, since, until, self.options.dilation)
 
     def results(self, load: float, arms: Sequence[str]) -> Arms:
-        """Return the valid results, and what the simulator says of the same requests."""
+        """Return the valid results, and keep what the simulator says of the same requests."""
         found = super().results(load, arms)
-        simulations = {
-            arm + SIMULATED_TOO: {
-                number: simulated(self.options.ranks, number, arm) for number in found[arm]
-            }
+        self.simulations = {
+            arm: {number: simulated(self.options.ranks, number, arm) for number in found[arm]}
             for arm in SIMULATED
             if arm in found
         }
-        return {**found, **simulations}
+        return found
 
     def tables(self, found: Mapping[float, Arms]) -> list[str]:
-        served, simulations = parted(found)
-        return ["\n".join(report(served)), "\n".join(["Simulated:", "", *report(simulations)])]
+        (served,) = found.values()
+        simulations = report(self.simulations)
+        return ["\n".join(report(served)), "\n".join(["Simulated:", "", *simulations])]
 
     def summary(self, found: Mapping[float, Arms]) -> dict[str, float]:
-        served, simulations = parted(found)
-        figures = {f"{name}_simulated": one for name, one in figures_of(simulations).items()}
-        return figures_of(served) | figures
-
-
-def parted(found: Mapping[float, Arms]) -> tuple[Arms, Arms]:
-    """Return the results of the engines, and those of the simulator."""
-    (runs,) = found.values()
-    simulations = {arm: rounds for arm, rounds in runs.items() if arm.endswith(SIMULATED_TOO)}
-    served = {arm: rounds for arm, rounds in runs.items() if arm not in simulations}
-    return served, {arm.removesuffix(SIMULATED_TOO): one for arm, one in simulations.items()}
+        (served,) = found.values()
+        simulations = figures_of(self.simulations)
+        return figures_of(served) | {f"{name}_simulated": v for name, v in simulations.items()}
 
 
 def main() -> None:
@@ -266,15 +249,13 @@ def simulated(ranks: int, number: int, arm: str) -> Mapping[str, float]:
     """Return what the simulator says of the same requests, of the same stretch of the run."""
     places = ranks * PLACES
     load = list(itertools.islice(drawn(number), (WARM + MEASURED + 1) * places + ranks * WAITING))
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.csv"
-        write_trace(load, trace)
+    with trace_of(load) as trace:
         config = SimulationConfig(
             cluster=ClusterConfig(ranks, PLACES),
             clock="barrier",
             dispatch="pool",
             step_time={"name": "bfio"},
-            trace={"path": str(trace), "requests": len(load)},
+            trace=trace,
             arrivals=ArrivalsConfig("revelation", target=ranks * WAITING),
             forecast={"name": "none"},
             policies=[ARMS[arm].routing],
@@ -292,11 +273,6 @@ def simulated(ranks: int, number: int, arm: str) -> Mapping[str, float]:
         "step_ms": 1e3 * seconds / steps,
         "barrier_share": waited / (seconds - waited),
     }
-
-
-def simulation(config: SimulationConfig) -> RunResult:
-    (found,) = create_candidates(run_setup(config)).values()
-    return run(found.setup, found.policy, 0, planner=found.planner)
 
 
 def report(found: Arms) -> list[str]:

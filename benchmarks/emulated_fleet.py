@@ -25,8 +25,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from benchmarks.support.experiment import (
-    EXACT,
-    RECORDED,
     Arms,
     Experiment,
     PromptLengths,
@@ -111,16 +109,8 @@ class EmulatedFleet(Experiment):
     counts = ("preemptions", "moves", "changed")
 
     def emulate(self, exact: bool) -> EmulateOptions:
-        quality = EXACT if exact else RECORDED
-        return EmulateOptions(
-            profile=PROFILE,
-            kv_tokens=KV_TOKENS,
-            dilation=self.options.dilation,
-            lengths=LAW,
-            forecast=quality,
-            prompt_forecast=quality,
-            logs=str((self.scratch / "steps").absolute()),
-        )
+        dilation = self.options.dilation
+        return self.emulated(LAW, exact, profile=PROFILE, kv_tokens=KV_TOKENS, dilation=dilation)
 
     def settings(self, run: Run | None) -> dict[str, Any]:
         exact = run is not None and ARMS[run.arm].exact

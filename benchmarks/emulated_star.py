@@ -16,7 +16,6 @@ kept in the folder, and not run again while its settings stay the same.
 """
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,12 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.emulator_check import write_trace
+from benchmarks.emulator_check import simulation, step_time_of, trace_of
 from benchmarks.support.deployments import proxy, until_idle
 from benchmarks.support.experiment import (
-    EXACT,
     PATIENCE,
-    RECORDED,
     Arms,
     Experiment,
     Run,
@@ -68,7 +65,6 @@ from rescheduler.simulator.config.simulation_config import (
 )
 from rescheduler.simulator.results.metrics import run_metrics
 from rescheduler.simulator.results.report import markdown_table
-from rescheduler.simulator.simulation import create_candidates, run, run_setup
 from rescheduler.simulator.workloads.length_generators import StarLengths
 
 SCALE, DECODE, SLOTS, BLOCK = 4, 3, 64, 32
@@ -124,15 +120,13 @@ class EmulatedStar(Experiment):
         return ARMS[arm].exact
 
     def emulate(self, exact: bool) -> EmulateOptions:
-        return EmulateOptions(
+        return self.emulated(
+            LAW,
+            exact,
             step_time=STEP,
             kv_tokens=KV_TOKENS,
             max_num_batched_tokens=MACHINE.max_num_batched_tokens,
             transfer=MACHINE.transfer,
-            lengths=LAW,
-            forecast=EXACT if exact else RECORDED,
-            prompt_forecast=EXACT if exact else RECORDED,
-            logs=str((self.scratch / "steps").absolute()),
         )
 
     def deployment(self, key: bool) -> Deployment:
@@ -235,36 +229,26 @@ def step_variance(logs: Sequence[Path], since: float, until: float) -> float:
 
 def simulated(number: int, seconds: float, arm: str) -> Mapping[str, float]:
     """Return what the simulator says of a round's requests."""
-    load = drawn(number, seconds)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.csv"
-        write_trace(load, trace)
-        transfer = MACHINE.transfer
-        assert transfer is not None
+    transfer = MACHINE.transfer
+    assert transfer is not None
+    with trace_of(drawn(number, seconds)) as trace:
         config = SimulationConfig(
             cluster=ClusterConfig(
                 *(DECODE, SLOTS, KV_TOKENS), prefix_caching=True, block_tokens=BLOCK
             ),
             clock="independent",
-            step_time={
-                "name": "batch",
-                "a": STEP.constant,
-                "b": STEP.per_new,
-                "c": STEP.per_context,
-            },
+            step_time=step_time_of(STEP),
             transfer=TransferConfig(
                 transfer.latency_s, 8 * transfer.gigabytes_per_second, transfer.bytes_per_token
             ),
-            trace={"path": str(trace), "requests": len(load)},
+            trace=trace,
             arrivals=ArrivalsConfig("trace"),
             forecast={"name": "none"},
             policies="jsq_load",
             migration=MigrationConfig(EVERY, [SIMULATED[arm]]),
             max_seconds=seconds,
         )
-        (found,) = create_candidates(run_setup(config)).values()
-        result = run(found.setup, found.policy, 0, planner=found.planner)
-        figures = run_metrics(result, SLOConfig(ttft_s=TTFT_S, tpot_s=TPOT_S))
+        figures = run_metrics(simulation(config), SLOConfig(TTFT_S, TPOT_S))
     return {
         "variance": 1e6 * figures["execution_variance"],
         "tpot_p99": 1e3 * figures["tpot_p99"],

@@ -23,7 +23,8 @@ import json
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,8 +46,7 @@ from benchmarks.emulated_fleet import (
 from benchmarks.support.experiment import MOST_EXCESS, Run, drawn_load
 from benchmarks.support.report import arguments, resumable, write_report
 from rescheduler.demo.scripted_load import TPOT_S, TTFT_S, EmulatedRequest
-from rescheduler.emulation.emulate_options import read_machine
-from rescheduler.routing import create_policy
+from rescheduler.emulation.emulate_options import StepSeconds, read_machine
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,
@@ -54,9 +54,9 @@ from rescheduler.simulator.config.simulation_config import (
     SimulationConfig,
     SLOConfig,
 )
-from rescheduler.simulator.results.metrics import run_metrics
+from rescheduler.simulator.results.metrics import RunResult, run_metrics
 from rescheduler.simulator.results.report import markdown_table
-from rescheduler.simulator.simulation import run, run_setup
+from rescheduler.simulator.simulation import create_candidates, run, run_setup
 
 COMPARED = ("latency", "ttft", "tpot", "goodput", "preemptions")
 BLOCK = 32
@@ -188,13 +188,10 @@ def simulated_run(
     """Return the means over simulations of the requests of an emulated run."""
     settings, machine = emulated["settings"], read_machine(PROFILE)
     number, requests, rate = emulated["round"], settings["requests"], settings["rate"]
-    load, step = drawn_load(number, requests, rate, PROMPTS, LAW), machine.step_time
-    slo, policy = SLOConfig(ttft_s=TTFT_S, tpot_s=TPOT_S), create_policy(**ARMS[arm].routing)
+    load, slo = drawn_load(number, requests, rate, PROMPTS, LAW), SLOConfig(TTFT_S, TPOT_S)
     runs = []
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.csv"
-        for seed in range(times):
-            write_trace(shaken(load, seed), trace)
+    for seed in range(times):
+        with trace_of(shaken(load, seed)) as trace:
             config = SimulationConfig(
                 cluster=ClusterConfig(
                     *(REPLICAS, SLOTS, KV_TOKENS),
@@ -206,17 +203,13 @@ def simulated_run(
                 prefill=PrefillConfig(
                     "chunked", max_batched_tokens=machine.max_num_batched_tokens or 0
                 ),
-                step_time={
-                    "name": "batch",
-                    "a": step.constant,
-                    "b": step.per_new,
-                    "c": step.per_context,
-                },
-                trace={"path": str(trace), "requests": len(load)},
+                step_time=step_time_of(machine.step_time),
+                trace=trace,
                 arrivals=ArrivalsConfig("trace"),
                 forecast={"name": "none"},
+                policies=[ARMS[arm].routing],
             )
-            runs.append(run_metrics(run(run_setup(config), policy, 0), slo))
+            runs.append(run_metrics(simulation(config), slo))
     return mean(runs)
 
 
@@ -227,12 +220,28 @@ def shaken(load: Sequence[EmulatedRequest], seed: int) -> list[EmulatedRequest]:
     return sorted(moved, key=lambda one: one.arrives)
 
 
-def write_trace(load: Sequence[EmulatedRequest], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("arrival_s", "input_tokens", "output_tokens"))
-        for one in load:
-            writer.writerow((f"{one.arrives:.6f}", one.prompt_tokens, one.answer_tokens))
+@contextmanager
+def trace_of(load: Sequence[EmulatedRequest]) -> Iterator[dict[str, Any]]:
+    """Write a load as a trace; yield it as the configuration of a simulation names it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.csv"
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("arrival_s", "input_tokens", "output_tokens"))
+            for one in load:
+                writer.writerow((f"{one.arrives:.6f}", one.prompt_tokens, one.answer_tokens))
+        yield {"path": str(path), "requests": len(load)}
+
+
+def step_time_of(step: StepSeconds) -> dict[str, Any]:
+    """Return the time of an emulated engine's step as the configuration of a simulation has it."""
+    return {"name": "batch", "a": step.constant, "b": step.per_new, "c": step.per_context}
+
+
+def simulation(config: SimulationConfig) -> RunResult:
+    """Simulate the only policy and planner of a configuration."""
+    (found,) = create_candidates(run_setup(config)).values()
+    return run(found.setup, found.policy, 0, planner=found.planner)
 
 
 def mean(runs: list[dict[str, float]]) -> dict[str, float]:

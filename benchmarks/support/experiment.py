@@ -139,6 +139,17 @@ class Experiment(ABC):
         """Return the capacity; of an experiment that sets none."""
         raise NotImplementedError
 
+    def emulated(self, law: AnswerLengths, exact: bool = False, **others: Any) -> EmulateOptions:
+        """Return emulated engines that know lengths exactly, or as well as was recorded."""
+        quality = EXACT if exact else RECORDED
+        return EmulateOptions(
+            lengths=law,
+            forecast=quality,
+            prompt_forecast=quality,
+            logs=str((self.scratch / "steps").absolute()),
+            **others,
+        )
+
     def folder(self, run: Run) -> Path:
         out: Path = self.options.out
         return out / f"{100 * run.load:.0f}" / f"round-{run.round}"
