@@ -24,17 +24,18 @@ those before.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import aiohttp
 import numpy as np
 from aiohttp import web
 
 from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, stream_players
-from benchmarks.support.stream_client import StreamClient, session
+from benchmarks.support.stream_client import flood, held, session
 from rescheduler.commands.event_loop import run_server
 from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.engines.deployment import Deployment
@@ -274,21 +275,15 @@ class DrivenProxies:
 @asynccontextmanager
 async def driven_proxies(deployment: Deployment, n: int, seed: int) -> AsyncIterator[DrivenProxies]:
     async with asyncio.TaskGroup() as tasks:
-        background: list[asyncio.Task[None]] = []
-
-        def start(work: Coroutine[Any, Any, None]) -> None:
-            background.append(tasks.create_task(work))
-
         proxies = [DrivenProxy(deployment) for _ in range(n)]
         driven = DrivenProxies(proxies, np.random.default_rng(seed))
+        ticking = tasks.create_task(driven.tick())
         try:
             await _until(lambda: all(one.decided_for for one in proxies), "the coordinator decides")
-            start(driven.tick())
             yield driven
         finally:
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
             for proxy in proxies:
                 await proxy.cluster.close()
 
@@ -356,15 +351,15 @@ async def _measure_streams(size: _Size, figures: dict[str, float]) -> None:
     for loop, uvloop in (("", True), ("_asyncio", False)):
         async with _serving(uvloop) as (proxy, client):
             busy = proxy.cpu_seconds()
-            await client.flood("", 64, size.flood_tokens)
+            await flood(client, "", 64, size.flood_tokens)
             busy = proxy.cpu_seconds() - busy
             figures[f"tokens_per_cpu_s{loop}"] = 64 * size.flood_tokens / busy
         async with _serving(uvloop) as (proxy, client):
             memory, descriptors = proxy.resident_kib(), proxy.descriptors()
-            async with client.held("", size.streams, 600) as tokens:
+            async with held(client, "", size.streams, 600) as tokens:
                 figures[f"kib_per_stream{loop}"] = (proxy.resident_kib() - memory) / size.streams
-                held = proxy.descriptors() - descriptors
-                figures[f"descriptors_per_stream{loop}"] = held / size.streams
+                opened = proxy.descriptors() - descriptors
+                figures[f"descriptors_per_stream{loop}"] = opened / size.streams
                 busy, before = proxy.cpu_seconds(), tokens()
                 await asyncio.sleep(size.paced)
                 busy = proxy.cpu_seconds() - busy
@@ -373,7 +368,7 @@ async def _measure_streams(size: _Size, figures: dict[str, float]) -> None:
 
 
 @asynccontextmanager
-async def _serving(uvloop: bool) -> AsyncIterator[tuple[ServerProcess, StreamClient]]:
+async def _serving(uvloop: bool) -> AsyncIterator[tuple[ServerProcess, aiohttp.ClientSession]]:
     """Run a proxy with a coordinator and engines that play streams."""
     names = "prefill-0", "decode-0", "decode-1"
     with ExitStack() as stack:
@@ -382,9 +377,8 @@ async def _serving(uvloop: bool) -> AsyncIterator[tuple[ServerProcess, StreamCli
         stack.enter_context(headway("coordinator", values))
         proxy = stack.enter_context(headway("serve", values, uvloop=uvloop))
         async with session(proxy.url) as http:
-            client = StreamClient(http, {})
-            await client.flood("", 4, 5)  # compiled policies
-            yield proxy, client
+            await flood(http, "", 4, 5)  # compiled policies
+            yield proxy, http
 
 
 if __name__ == "__main__":

@@ -21,23 +21,27 @@ the request after another token. A prefix cache never helps: each way has a ``ca
 import asyncio
 import random
 import tempfile
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 
 from benchmarks.support.deployments import engines, patient, until_idle
 from benchmarks.support.report import arguments, report
-from benchmarks.support.stream_client import Stream, read_stream, session
+from benchmarks.support.stream_client import PATH, session
 from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.emulation.scripted_answers import LENGTH, SEED
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.launch_local import local_deployment
+from rescheduler.openai.openai_stream import read_events
 from rescheduler.placement.guarded_policy import running_requests
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.serve import load_tokenizer, proxy_running
@@ -71,7 +75,11 @@ class _Recomputes(_StopsAndCopies):
 
 
 @dataclass
-class _Stream(Stream):
+class _Stream:
+    """An answer as it came: the monotonic seconds of each token, and its ids."""
+
+    times: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     moved_at: int | None = None
 
     def has_enough(self) -> bool:
@@ -157,7 +165,7 @@ async def _round(
                 fields |= {"return_token_ids": True, "cache_salt": way}
                 fields |= {"vllm_xargs": {LENGTH: 2 * _MOST_TOKENS, SEED: i}}  # where emulated
                 headers = {"X-Request-Id": str(i)}
-                read = read_stream(client, deployment.proxy_url, fields, streams[i], headers)
+                read = _read_stream(client, deployment.proxy_url, fields, streams[i], headers)
                 reading.append(asyncio.create_task(read))
                 while sum(not stream.times for stream in streams[: i + 1]) >= _PREFILLS:
                     await _unless_ended(reading)
@@ -172,6 +180,38 @@ async def _round(
             await asyncio.gather(*reading, return_exceptions=True)
         await until_idle(deployment, inf)
     return streams
+
+
+async def _read_stream(
+    client: aiohttp.ClientSession,
+    url: str,
+    fields: dict[str, Any],
+    stream: _Stream,
+    headers: Mapping[str, str],
+) -> None:
+    """Have an answer generated to its full length, greedily, and keep it as it comes.
+
+    Raises:
+        RuntimeError: the server refuses it, or ends it before its last token.
+    """
+    body = {"ignore_eos": True, "temperature": 0, "stream": True, **fields}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    try:
+        async with client.post(url + PATH, json=body, headers=headers) as response:
+            if response.status != 200:
+                text = (await response.text())[:300]
+                raise RuntimeError(f"{url}: HTTP {response.status}: {text}")
+            async for chunk in read_events(response.content):
+                if "error" in chunk:
+                    raise RuntimeError(f"{url}: {chunk['error']}")
+                tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
+                stream.times += [time.monotonic()] * (tokens - len(stream.times))
+                for choice in chunk.get("choices", ()):
+                    stream.ids += choice.get("token_ids") or ()
+    except aiohttp.ClientError as error:
+        raise RuntimeError(f"{url}: {type(error).__name__}: {error}; see its log") from error
+    if len(stream.times) < fields["max_tokens"]:
+        raise RuntimeError(f"{url}: an answer ended after {len(stream.times)} tokens")
 
 
 async def _unless_ended(reading: list[asyncio.Task[None]]) -> None:

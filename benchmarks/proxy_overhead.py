@@ -15,10 +15,14 @@ compared: both are flooded in turn, and then asked for 80 short answers. Each ro
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
 import msgspec
+import numpy as np
 
 from benchmarks.support.report import arguments, mean_of, percent_change, report, rotated
 from benchmarks.support.server_process import ServerProcess, headway, stream_players
@@ -26,14 +30,43 @@ from benchmarks.support.stream_client import (
     PATH,
     TOKEN_SECONDS,
     Body,
-    StreamClient,
-    compared,
-    in_turns,
+    flood,
     session,
+    stream_body,
 )
+from rescheduler.openai.openai_stream import read_events
 
+_PHASE = 5  # requests of a client before the next way has its turn
 FLOODS = (("token", 64, 600, 1), ("request", 8, 2, 10))
 """What is paid for, streams at a time, tokens of each, and how often."""
+
+
+Way = Callable[[int, Body], Awaitable[tuple[str, Body]]]
+"""Returns the server and the body of a request, by its number."""
+
+
+@dataclass
+class Times:
+    """Seconds to first tokens, between two at the client, and from engine's write to its read."""
+
+    first: list[float] = field(default_factory=list)
+    gap: list[float] = field(default_factory=list)
+    token: list[float] = field(default_factory=list)
+
+
+def compared(times: Mapping[str, Times], concurrency: int) -> dict[str, float]:
+    """Return medians and P99 of each way in ms, and what ways after the first add to its own."""
+    figures: dict[str, float] = {}
+    direct, *others = times
+    for name, key in (("first", "first_token"), ("gap", "gap"), ("token", "token")):
+        for share in (50, 99):
+            prefix = f"{key}_ms_p{share}_c{concurrency}"
+            for way, one in times.items():
+                figures[f"{prefix}_{way}"] = 1e3 * float(np.percentile(getattr(one, name), share))
+            for way in others:
+                added = figures[f"{prefix}_{way}"] - figures[f"{prefix}_{direct}"]
+                figures[f"{prefix}_{way}_added"] = added
+    return figures
 
 
 def main() -> None:
@@ -47,9 +80,9 @@ def main() -> None:
     with ExitStack() as stack:
         names = "prefill-0", "decode-0", "decode-1"
         engines = stack.enter_context(stream_players(TOKEN_SECONDS, *names))
-        limits = {"port": 0, "pool": 4096, "prefill_concurrency": 256, "ahead": 1024}
-        config = {"model": "smollm2", "instances": engines, "proxy": limits}
-        limits["admin_port"] = 0
+        limits = {"pool": 4096, "prefill_concurrency": 256, "ahead": 1024}
+        listens = {"port": 0, "admin_port": 0}
+        config = {"model": "smollm2", "instances": engines, "proxy": limits | listens}
         proxy = stack.enter_context(headway("serve", config))
         if options.against is not None:
             other = headway("serve", config, checkout=options.against.resolve())
@@ -64,17 +97,16 @@ async def _paired(proxy: ServerProcess, other: ServerProcess, rounds: int) -> di
     """Return what a token and a request cost both, relative to the other, with half intervals."""
     cost: dict[str, dict[str, dict[int, float]]] = {}
     async with session() as http:
-        client = StreamClient(http, {})
         both = {"here": proxy, "there": other}
         for one in both.values():
-            await client.flood(one.url, 8, 50)  # connections, compiled policies
+            await flood(http, one.url, 8, 50)  # connections, compiled policies
         for number in range(rounds):
             for name in rotated(list(both), number):
                 one = both[name]
                 for what, requests, tokens, repeats in FLOODS:
                     busy = one.cpu_seconds()
                     for _ in range(repeats):
-                        await client.flood(one.url, requests, tokens)
+                        await flood(http, one.url, requests, tokens)
                     counted = requests * repeats * (tokens if what == "token" else 1)
                     by_round = cost.setdefault(what, {}).setdefault(name, {})
                     by_round[number] = 1e6 * (one.cpu_seconds() - busy) / counted
@@ -100,18 +132,58 @@ async def _measure(urls: list[str], proxy: ServerProcess, quick: bool) -> dict[s
                 params = msgspec.json.decode(await response.read())["kv_transfer_params"]
             return decodes[number % len(decodes)], {**body, "kv_transfer_params": params}
 
-        client = StreamClient(http, {"direct": direct, "proxy": in_turns([proxy.url])})
-        await client.alternate(1, 1, 5)  # connections, compiled policies
+        async def proxied(number: int, body: Body) -> tuple[str, Body]:
+            return proxy.url, body
+
+        ways = {"direct": direct, "proxy": proxied}
+        await alternate(http, ways, 1, 1, 5)  # connections, compiled policies
         for concurrency, rounds in ((1, 4 if quick else 20), (64, 1 if quick else 5)):
-            times = await client.alternate(concurrency, rounds, 20)
+            times = await alternate(http, ways, concurrency, rounds, 20)
             figures |= compared(times, concurrency)
         tokens = 200 if quick else 1000
         busy, started = proxy.cpu_seconds(), time.monotonic()
-        await client.flood(proxy.url, 64, tokens)
+        await flood(http, proxy.url, 64, tokens)
         cpu, wall = proxy.cpu_seconds() - busy, time.monotonic() - started
         figures["relayed_tokens_per_cpu_second"] = 64 * tokens / cpu
         figures["relayed_tokens_per_second"] = 64 * tokens / wall
     return figures
+
+
+async def alternate(
+    client: aiohttp.ClientSession,
+    ways: Mapping[str, Way],
+    concurrency: int,
+    rounds: int,
+    tokens: int,
+) -> dict[str, Times]:
+    """Keep so many requests under way, by each way in turn."""
+    times = {way: Times() for way in ways}
+
+    async def worker(number: int, way: str) -> None:
+        # Spread, since a crowd that comes at once measures its own queue.
+        await asyncio.sleep(TOKEN_SECONDS * tokens * number / concurrency)
+        for turn in range(_PHASE):
+            started = time.monotonic()
+            url, body = await ways[way](number + turn, stream_body(tokens))
+            await _read(client, url, body, times[way], started)
+
+    for _ in range(rounds):
+        for way in ways:
+            await asyncio.gather(*(worker(number, way) for number in range(concurrency)))
+    return times
+
+
+async def _read(
+    client: aiohttp.ClientSession, url: str, body: Body, times: Times, last: float
+) -> None:
+    first = True
+    async with client.post(url + PATH, json=body) as response:
+        assert response.status == 200, await response.text()
+        async for chunk in read_events(response.content):
+            now = time.monotonic()
+            (times.first if first else times.gap).append(now - last)
+            last, first = now, False
+            times.token.append(now - float(chunk["choices"][0]["text"]))
 
 
 if __name__ == "__main__":
