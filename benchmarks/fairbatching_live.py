@@ -25,8 +25,8 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -81,6 +81,7 @@ LONGEST_PROMPT, LONGEST_OUTPUT = 700, 250
 TTFT_TIMES, TPOT_TIMES = 5.0, 3.0
 REQUESTS = 4_000
 REJECTED = "HTTP 429"
+PERCENTILES = tuple(f"{name}_p{p}" for name in ("ttft", "tpot") for p in (50, 95, 99))
 _TOKENS = 10_000
 
 
@@ -121,10 +122,6 @@ class TokenLoad(LoadRun):
         return "/v1/completions", asked
 
 
-Server = Callable[[Case], AbstractContextManager[str]]
-"""What serves a case, while the context lasts: its URL."""
-
-
 def main() -> None:
     parser = arguments("FairBatching on a real engine")
     parser.add_argument("--trace", type=Path, required=True)
@@ -148,13 +145,16 @@ def main() -> None:
                 for objectives in deployed.objectives(options.ttft_times, options.tpot_times)
                 for turn, load in enumerate(options.loads)
                 for system in np.roll(options.systems, number + turn).tolist()
-            ],
-            lambda missing: serving(options.out, missing, budget),
+            ]
         )
     if options.png is not None:
         draw(results, options.png)
     print_tables(results)
     report("fairbatching_live", summarised(results), options.json)
+
+
+Result = dict[str, Any]
+"""The figures of a case, and what was served."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,11 @@ class Deployed:
     seconds: float
 
     @classmethod
-    def measured(cls, folder: Path, trace: Path, seconds: float, engines: int = 1) -> "Deployed":
-        """Measure what is not there yet; the capacity is that of so many engines."""
+    def measured(cls, folder: Path, trace: Path, seconds: float) -> "Deployed":
+        """Measure what is not there yet."""
         folder.mkdir(parents=True, exist_ok=True)
         profile, block = profiled(folder), scaled_trace(trace)
-        capacity = engines * capacity_of(profile, block)
-        return cls(folder, block, capacity, measured_alone(folder), seconds)
+        return cls(folder, block, capacity_of(profile, block), measured_alone(folder), seconds)
 
     def objectives(
         self,
@@ -183,17 +182,17 @@ class Deployed:
         times = product(ttft_times, tpot_times)
         return [(ttft * self.alone["ttft"], tpot * self.alone["tpot"]) for ttft, tpot in times]
 
-    def results(
-        self, cases: Sequence[Case], started: Callable[[list[Case]], AbstractContextManager[Server]]
-    ) -> list[dict[str, Any]]:
+    def results(self, cases: Sequence[Case]) -> list[Result]:
+        """Return the figures of cases, after those were served that were not yet."""
         missing = {
             case.file(self.folder): case for case in cases if not case.file(self.folder).is_file()
         }
         if missing:
-            with started(list(missing.values())) as server:
+            systems = dict.fromkeys(case.system for case in missing.values())
+            budget = cases[0].token_budget
+            with engines(self.folder, list(systems), budget) as urls:
                 for number, (file, case) in enumerate(missing.items()):
-                    with server(case) as url:
-                        served = self.serve(url, case)
+                    served = self.serve(urls[case.system], case)
                     write_text_atomically(file, json.dumps(served))
                     result = figures_of(case, served, self.seconds)
                     shown = {k: round(result[k], 3) for k in ("effective", "violated", "ttft_p99")}
@@ -329,15 +328,9 @@ def tuned_budget(deployed: Deployed) -> int:
     return int(max(found, key=found.__getitem__))
 
 
-@contextmanager
-def serving(folder: Path, cases: Sequence[Case], budget: int) -> Iterator[Server]:
-    with engines(folder, list(dict.fromkeys(case.system for case in cases)), budget) as urls:
-        yield lambda case: nullcontext(urls[case.system])
-
-
-def figures_of(case: Case, served: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
+def figures_of(case: Case, served: Sequence[dict[str, Any]], seconds: float) -> Result:
     in_time = sum(met(case, one) for one in served)
-    figures: dict[str, Any] = {
+    figures: Result = {
         **dataclasses.asdict(case),
         "requests": len(served),
         "rejected": sum(one["error"].startswith(REJECTED) for one in served),
@@ -370,9 +363,6 @@ def worst_tpot(one: ServedRequest) -> float:
     )
 
 
-Result = dict[str, Any]
-
-
 def summarised(results: list[Result]) -> dict[str, float]:
     """Return every case's figures, and each system's peak, by part of the trace and objectives."""
     figures: dict[str, float] = {}
@@ -380,7 +370,7 @@ def summarised(results: list[Result]) -> dict[str, float]:
         where = f"part{part}_{round(1e3 * ttft_s)}_{round(1e3 * tpot_s)}"
         for one in found:
             case = f"{where}_{one['system']}_{one['load']:g}"
-            for name in ("effective", "violated", "rejected", *_percentiles()):
+            for name in ("effective", "violated", "rejected", *PERCENTILES):
                 figures[f"{case}_{name}"] = one[name]
             figures[f"{case}_violated_by_mean"] = _late_by_mean(one)
         for system, peak in _peaks(found).items():
@@ -443,10 +433,6 @@ def _late_by_mean(one: Result) -> float:
         for request in one["served"]
     ]
     return late.count(True) / len(late)
-
-
-def _percentiles() -> list[str]:
-    return [f"{name}_p{p}" for name in ("ttft", "tpot") for p in (50, 95, 99)]
 
 
 def _parts(results: list[Result]) -> dict[tuple[int, float, float], list[Result]]:
