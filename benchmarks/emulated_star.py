@@ -188,11 +188,24 @@ class EmulatedStar(Experiment):
         return {**found, **simulations}
 
     def tables(self, found: Mapping[float, Arms]) -> list[str]:
-        return ["\n".join(report(runs)) for runs in found.values()]
+        (every,) = found.values()
+        rows = []
+        for arm, runs in every.items():
+            if runs:
+                cells = [mean_of(by_round(runs, name)).shown(".3g", ".2g") for name in FIGURES]
+                paper = ARMS[arm].paper if arm in ARMS else ""
+                rows.append([arm, f"{len(runs)}", *cells, paper])
+        heads = ["variance, ms²", "TPOT P99, ms", "goodput, /s", "preemptions", "moves"]
+        return ["\n".join(markdown_table(["arm", "rounds", *heads, "paper"], rows))]
 
     def summary(self, found: Mapping[float, Arms]) -> dict[str, float]:
-        (runs,) = found.values()
-        return figures_of(runs)
+        (every,) = found.values()
+        figures: dict[str, float] = {}
+        for arm, runs in every.items():
+            for name in FIGURES if runs else ():
+                label = arm.replace(", ", "_")
+                figures |= mean_of(by_round(runs, name)).figures(f"{name}_{label}")
+        return figures | excess_of(every)
 
 
 def main() -> None:
@@ -256,33 +269,6 @@ def simulated(number: int, seconds: float, arm: str) -> Mapping[str, float]:
         "preemptions": figures["preemptions"],
         "moves": figures["migrations"],
     }
-
-
-def report(found: Arms) -> list[str]:
-    rows = []
-    for arm, runs in found.items():
-        if not runs:
-            continue
-        cells = []
-        for name in FIGURES:
-            estimate = mean_of(by_round(runs, name))
-            half = "" if np.isnan(estimate.half) else f" ± {estimate.half:.2g}"
-            cells.append(f"{estimate.mean:.3g}{half}")
-        paper = ARMS[arm].paper if arm in ARMS else ""
-        rows.append([arm, f"{len(runs)}", *cells, paper])
-    heads = ["variance, ms²", "TPOT P99, ms", "goodput, /s", "preemptions", "moves"]
-    return markdown_table(["arm", "rounds", *heads, "paper"], rows)
-
-
-def figures_of(found: Arms) -> dict[str, float]:
-    figures: dict[str, float] = {}
-    for arm, runs in found.items():
-        if not runs:
-            continue
-        label = arm.replace(", ", "_")
-        for name in FIGURES:
-            figures |= mean_of(by_round(runs, name)).figures(f"{name}_{label}")
-    return figures | excess_of(found)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,11 @@ def main() -> None:
     attacks += [base for name, base in COMPARED.items() if name in attacks and base not in attacks]
     with tempfile.TemporaryDirectory() as folder:
         results = _measured(Path(folder), attacks, rounds, seconds)
-    figures = _figures(results, attacks)
-    _show(figures, attacks)
+    estimates = _estimates(results, attacks)
+    _show(estimates, attacks)
+    figures: dict[str, float] = {}
+    for name, one in estimates.items():
+        figures |= {name: one.mean, f"{name}_half": one.half}
     write_report("fairness", figures, options.json, rounds=rounds, seconds=seconds)
 
 
@@ -258,32 +261,22 @@ class Attack:
                 await asyncio.sleep(0.1)
 
 
-def _figures(results: Results, attacks: Sequence[str]) -> dict[str, float]:
-    figures: dict[str, float] = {}
-
-    def note(name: str, found: Estimate) -> None:
-        figures[name], figures[f"{name}_half"] = found.mean, found.half
-
+def _estimates(results: Results, attacks: Sequence[str]) -> dict[str, Estimate]:
+    found = {}
     for arm in ARMS:
         alone = results[arm, "none"]
         for name in attacks:
             rounds = results[arm, name]
-            note(f"{arm}_{name}_honest_percent", change(rounds, alone, "honest_answers"))
-            note(f"{arm}_{name}_stall_ms", mean_of(by_round(rounds, "stall_ms")))
+            found[f"{arm}_{name}_honest_percent"] = change(rounds, alone, "honest_answers")
+            found[f"{arm}_{name}_stall_ms"] = mean_of(by_round(rounds, "stall_ms"))
             base = COMPARED.get(name)
             if base is not None:
                 gained = change(rounds, results[arm, base], "selfish_tokens")
-                note(f"{arm}_selfish_gain_{name}_percent", gained)
-    return figures
+                found[f"{arm}_selfish_gain_{name}_percent"] = gained
+    return found
 
 
-def _show(figures: Mapping[str, float], attacks: Sequence[str]) -> None:
-    def cell(name: str) -> str:
-        if name not in figures:
-            return ""
-        half = figures[f"{name}_half"]
-        return f"{figures[name]:+.0f}" + ("" if np.isnan(half) else f" ± {half:.0f}")
-
+def _show(estimates: Mapping[str, Estimate], attacks: Sequence[str]) -> None:
     rows = []
     for name in attacks:
         cells = [name]
@@ -292,7 +285,8 @@ def _show(figures: Mapping[str, float], attacks: Sequence[str]) -> None:
             "{arm}_selfish_gain_{name}_percent",
             "{arm}_{name}_stall_ms",
         ):
-            cells += [cell(what.format(arm=arm, name=name)) for arm in ARMS]
+            found = [estimates.get(what.format(arm=arm, name=name)) for arm in ARMS]
+            cells += ["" if one is None else one.shown() for one in found]
         rows.append(cells)
     heads = ["attack"]
     for what in ("honest answers %", "selfish gain %", "loop ms"):

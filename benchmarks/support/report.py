@@ -123,6 +123,10 @@ class Estimate(NamedTuple):
     half: float
     rounds: int
 
+    def shown(self, mean: str = "+.0f", half: str = ".0f") -> str:
+        """Return the mean in this format, and half its interval where there is one."""
+        return f"{self.mean:{mean}}" + ("" if np.isnan(self.half) else f" ± {self.half:{half}}")
+
     def figures(self, name: str) -> dict[str, float]:
         """Return the mean by this name, and half its interval by one that begins with it."""
         return {name: self.mean, f"{name}_half_interval": self.half}
@@ -176,6 +180,4 @@ def relative_cells(
     """Return the base's means, or another arm's changes in percent with half their intervals."""
     if arm == base:
         return [f"{np.mean([one[name] for one in arms[base].values()]):.4g}" for name in figures]
-    found = [change(arms[arm], arms[base], name) for name in figures]
-    halves = ["" if np.isnan(one.half) else f" ± {one.half:.0f}" for one in found]
-    return [f"{one.mean:+.0f}{half}%" for one, half in zip(found, halves, strict=True)]
+    return [f"{change(arms[arm], arms[base], name).shown()}%" for name in figures]
