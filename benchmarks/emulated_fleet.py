@@ -68,11 +68,6 @@ class Arm(NamedTuple):
     exact: bool = False
     watermark: float = 0.0
 
-    @property
-    def engines(self) -> tuple[bool, float]:
-        """Return what engines are started for."""
-        return self.exact, self.watermark
-
 
 SURVIVAL = {"name": "survival", "interval_seconds": 1.0}
 STAR = {"name": "star", "interval_seconds": 1.0}
@@ -125,7 +120,7 @@ class EmulatedFleet(Experiment):
         }
 
     def engines_of(self, arm: str) -> tuple[bool, float]:
-        return ARMS[arm].engines
+        return ARMS[arm].exact, ARMS[arm].watermark
 
     def deployment(self, key: tuple[bool, float]) -> Deployment:
         exact, watermark = key

@@ -30,7 +30,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +44,7 @@ from benchmarks.support.experiment import drawn_load, steady_rate, step_logs
 from benchmarks.support.live_runs import round_load
 from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
 from rescheduler.demo.demo_load import load_session
-from rescheduler.demo.scripted_load import FIRST_WORD, WORDS, step_sums
-from rescheduler.emulation.scripted_answers import LENGTH, SEED
+from rescheduler.demo.scripted_load import asked_body, step_sums
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.simulator.results.report import markdown_table
@@ -227,7 +226,8 @@ class Bench:
                 if self.fleet == "emulated":
                     logs = step_logs(SCRATCH, deployment.instances)
                     figures["excess_step_time"] = step_sums(logs, since).excess
-                self.cells(run).write(run.promises, _known(figures))
+                known = {name: None if isnan(value) else value for name, value in figures.items()}
+                self.cells(run).write(run.promises, known)
                 seconds = time.monotonic() - began
                 print(
                     f"{time.strftime('%H:%M')} {run}: {seconds:.0f} s", file=sys.stderr, flush=True
@@ -254,23 +254,17 @@ class Bench:
                 )
                 for (prompt, seed, most, _), at in zip(wanted, np.cumsum(gaps), strict=True)
             ][: self.requests]
-        law, load = emulated_fleet.LAW, []
-        for one in drawn_load(number, self.requests, rate, emulated_fleet.PROMPTS, law):
-            words = np.random.default_rng(one.seed).integers(0, WORDS, one.prompt_tokens)
-            body = {
-                "model": "smollm2",
-                "prompt": (FIRST_WORD + words).tolist(),
-                "max_tokens": law.longest,
-                "temperature": 0,
-                "vllm_xargs": {LENGTH: one.answer_tokens, SEED: one.seed},
-            }
-            load.append(Asked(body, one.arrives))
-        return load
+        law = emulated_fleet.LAW
+        load = drawn_load(number, self.requests, rate, emulated_fleet.PROMPTS, law)
+        return [Asked(asked_body("smollm2", one, 0, law.longest), one.arrives) for one in load]
 
     def _serve(
         self, deployment: Deployment, routing: str, load: list[Asked], level: float | None
     ) -> tuple[list[Outcome], dict[str, float]]:
-        """Serve a load; return what came of each request, and capacity and median latency."""
+        """Serve a load; return what came of each request, and capacity and seconds of service.
+
+        The capacity is requests a second in the steady part; of the seconds it is the median.
+        """
         serving = replace(deployment, routing=ROUTING.get(routing, ROUTING["jsq_load"]))
 
         async def served() -> None:
@@ -285,7 +279,8 @@ class Bench:
             raise RuntimeError(f"{len(failed)} requests failed, as with {failed[0]}")
         ended = [one.last for one in load if one.complete]
         seconds = [one.last - one.first for one in load if one.complete]
-        return [_outcome(one, i) for i, one in enumerate(load)], _capacity(ended, seconds)
+        measured = {"capacity": steady_rate(ended), "seconds": float(np.median(seconds))}
+        return [_outcome(one, i) for i, one in enumerate(load)], measured
 
 
 def deployment_of(fleet: str) -> Deployment:
@@ -295,15 +290,6 @@ def deployment_of(fleet: str) -> Deployment:
         emulated.scratch = SCRATCH
         return emulated.deployment((False, 0.0))
     return patient(local_deployment("smollm2", live_order.ENGINE, decode=1, prefill=0))
-
-
-def _capacity(ended: Sequence[float], served: Sequence[float]) -> dict[str, float]:
-    """Return requests a second in the steady part, and the median seconds of service."""
-    return {"capacity": steady_rate(ended), "seconds": float(np.median(served))}
-
-
-def _known(figures: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: None if value != value else value for name, value in figures.items()}
 
 
 def _outcome(one: Asked, number: int) -> Outcome:

@@ -45,6 +45,7 @@ from tqdm import tqdm
 from benchmarks.support.erratic_engines import FAULTS, MODEL
 from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, server
+from rescheduler.demo.demo_load import metric_total
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.serving.admin_client import admin_token
 
@@ -139,12 +140,8 @@ async def measure(requests: int, quiet: bool = False) -> tuple[dict[str, float],
         for name in OUTCOMES:
             figures[f"requests_{name}"] = mixed.outcomes[name]
         figures["requests_unexpected"] = sum(mixed.unexpected.values())
-        figures["moves"] = sum(
-            sample.value
-            for sample in await proxy.metrics()
-            if sample.name == "headway_proxy_migrations_total"
-            and sample.labels["outcome"] == "moved"
-        )
+        metrics, moves = f"{proxy.url}/metrics", "headway_proxy_migrations_total"
+        figures["moves"] = await asyncio.to_thread(metric_total, metrics, moves, outcome="moved")
         for process, b, a in zip(processes, before, after, strict=True):
             figures |= _figures(process, b, a)
         return figures, mixed.unexpected

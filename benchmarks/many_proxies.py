@@ -40,7 +40,7 @@ from rescheduler.commands.event_loop import run_server
 from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_local import free_ports
-from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
+from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.live_request import LiveRequest
 
@@ -163,7 +163,7 @@ class DrivenProxy:
         loop = asyncio.get_running_loop()
         self._numbers += 1
         name = f"{self.cluster.link.session}-{self._numbers}"
-        client = _client(prompt_tokens, output_tokens)
+        client = replace(_CLIENT, prompt_ids=prompt_tokens, max_tokens=output_tokens)
         request = LiveRequest(name, name, client, {}, loop.time(), None, self.cluster.placements)
         await self.cluster.dispatcher.place(request)
         request.accepted()
@@ -294,10 +294,6 @@ async def _until(holds: Callable[[], bool], what: str) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"{what}: not within {_WAIT_SECONDS:g} s")
         await asyncio.sleep(0.05)
-
-
-def _client(prompt_tokens: int, max_tokens: int) -> ClientRequest:
-    return replace(_CLIENT, prompt_ids=prompt_tokens, max_tokens=max_tokens)
 
 
 async def _open_loop(

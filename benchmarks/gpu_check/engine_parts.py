@@ -52,7 +52,8 @@ def vllm_imports(findings: Findings, here: Here) -> None:
 
     config = EngineArgs(model=_model(), max_model_len=512).create_engine_config()
     findings.note(async_scheduling=str(config.scheduler_config.async_scheduling))
-    _require_on_gpus(findings, here, "runner", _runner(config.use_v2_model_runner), "V2")
+    runner = "V2" if config.use_v2_model_runner else "V1"
+    _require_on_gpus(findings, here, "runner", runner, "V2")
 
 
 def captured_vectors(
@@ -247,10 +248,6 @@ def _model() -> str:
         return resolve_model(MODEL)
     except (RuntimeError, ImportError, OSError, ValueError) as error:
         raise NotRunError(f"the embedded model is not at hand: {error}") from error
-
-
-def _runner(is_v2: bool) -> str:
-    return "V2" if is_v2 else "V1"
 
 
 def _prompts(tokens: int) -> list[list[int]]:
