@@ -163,7 +163,19 @@ class Upgrades:
             async def ask() -> None:
                 while not ended.is_set():
                     number = generator.randrange(len(asked))
-                    await self._compared(client, number, asked, expected, ledger)
+                    ledger.counts["streams"] += 1
+                    try:
+                        choices = await self._answer(client, asked[number], ledger)
+                    except NoAnswerError as error:
+                        ledger.counts[error.args[0]] += 1
+                        now = time.strftime("%H:%M:%S")
+                        ledger.notes.append(f"{now} question {number}: {error}")
+                        await asyncio.sleep(0.5)  # as a client that tries again
+                        continue
+                    if choices != expected[number]:
+                        ledger.counts["changed"] += 1
+                        other = f"{choices} instead of {expected[number]}"
+                        ledger.notes.append(f"question {number}: {other}")
 
             clients = [asyncio.create_task(ask()) for _ in range(self._at_once)]
             await asyncio.sleep(_BEFORE_SECONDS)
@@ -204,26 +216,6 @@ class Upgrades:
             },
         }
         return body | {"prompt": text} | further[kind]
-
-    async def _compared(
-        self,
-        client: aiohttp.ClientSession,
-        number: int,
-        asked: list[dict[str, Any]],
-        expected: list[Choices],
-        ledger: Ledger,
-    ) -> None:
-        ledger.counts["streams"] += 1
-        try:
-            choices = await self._answer(client, asked[number], ledger)
-        except NoAnswerError as error:
-            ledger.counts[error.args[0]] += 1
-            ledger.notes.append(f"{time.strftime('%H:%M:%S')} question {number}: {error}")
-            await asyncio.sleep(0.5)  # as a client that tries again
-            return
-        if choices != expected[number]:
-            ledger.counts["changed"] += 1
-            ledger.notes.append(f"question {number}: {choices} instead of {expected[number]}")
 
     async def _answer(
         self, client: aiohttp.ClientSession, body: dict[str, Any], ledger: Ledger
