@@ -130,6 +130,7 @@ class EmulatedBarrier(Experiment):
     arms = ARMS
     base = BASE
     figures = FIGURES
+    has_loads = False
 
     def engines_of(self, arm: str) -> bool:
         return ARMS[arm].exact
@@ -161,10 +162,6 @@ class EmulatedBarrier(Experiment):
             "waiting": WAITING,
             "ended": (WARM, MEASURED),
         }
-
-    def folder(self, run: Run) -> Path:
-        out: Path = self.options.out
-        return out / f"round-{run.round}"
 
     async def serve(self, deployment: Deployment, run: Run, salt: int) -> dict[str, float]:
         ranks = self.options.ranks

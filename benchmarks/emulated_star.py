@@ -115,6 +115,7 @@ class EmulatedStar(Experiment):
     arms = ARMS
     base = "none"
     figures = FIGURES
+    has_loads = False
 
     def engines_of(self, arm: str) -> bool:
         return ARMS[arm].exact
@@ -142,10 +143,6 @@ class EmulatedStar(Experiment):
             "rate": RATE,
             "seconds": self.options.seconds,
         }
-
-    def folder(self, run: Run) -> Path:
-        out: Path = self.options.out
-        return out / f"round-{run.round}"
 
     async def serve(self, deployment: Deployment, run: Run, salt: int) -> dict[str, float]:
         migration, seconds = ARMS[run.arm].migration, self.options.seconds

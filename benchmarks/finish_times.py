@@ -40,7 +40,13 @@ from msgspec.structs import replace
 
 from benchmarks import emulated_fleet, live_order
 from benchmarks.support.deployments import engines, patient, proxy, until_idle
-from benchmarks.support.experiment import drawn_load, steady_rate, step_logs
+from benchmarks.support.experiment import (
+    MEASURED_ROUND,
+    PATIENCE,
+    drawn_load,
+    steady_rate,
+    step_logs,
+)
 from benchmarks.support.live_runs import round_load
 from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
 from rescheduler.demo.demo_load import load_session
@@ -53,10 +59,8 @@ LOADS = (0.5, 1.0, 1.2)
 LEVEL = 0.95
 LEARNS_FROM = 5
 """A proxy has learnt from the first fifth of a run's requests, which do not count."""
-MEASURED = 1_000_003
-"""The round whose requests no other has."""
 REQUESTS = {"emulated": 1_600, "real": 150}
-DILATION, PATIENCE = 2.0, 600.0
+DILATION = 2.0
 SCRATCH = Path("runs/finish_times")
 ROUTING = {"jsq_load": {"name": "jsq_load"}, "headroom": {"name": "headroom"}}
 WHEN = ("arrival_start", "arrival_finish", "later_finish")
@@ -211,7 +215,7 @@ class Bench:
         with engines(deployment, SCRATCH / "logs"):
             measured = kept.read(f"capacity_{self.fleet}")
             if measured is None:
-                measured = self._serve(deployment, "fcfs", self._load(MEASURED, inf), None)[1]
+                measured = self._serve(deployment, "fcfs", self._load(MEASURED_ROUND, inf), None)[1]
                 kept.write(f"capacity_{self.fleet}", measured)
             print(f"{self.fleet}: {measured}", file=sys.stderr, flush=True)
             for run in missing:

@@ -51,7 +51,7 @@ pauses was four times what it was alone."""
 PATIENCE = 600.0
 QUIET = ("--no-enable-log-requests", "--disable-uvicorn-access-log")
 _TRIES = 3
-_MEASURED_ROUND = 1_000_003
+MEASURED_ROUND = 1_000_003
 """Whose requests no round has."""
 
 Arms = Mapping[str, Rounds]
@@ -113,6 +113,8 @@ class Experiment(ABC):
     counts: ClassVar[Sequence[str]] = ()
     more_is_better: ClassVar[frozenset[str]] = frozenset({"goodput"})
     most_excess: ClassVar[float] = MOST_EXCESS
+    has_loads: ClassVar[bool] = True
+    """Whether arms run at several shares of a capacity."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -152,7 +154,7 @@ class Experiment(ABC):
 
     def folder(self, run: Run) -> Path:
         out: Path = self.options.out
-        return out / f"{100 * run.load:.0f}" / f"round-{run.round}"
+        return (out / f"{100 * run.load:.0f}" if self.has_loads else out) / f"round-{run.round}"
 
     def cells(self, run: Run) -> Cells:
         return Cells(self.folder(run), self.settings(run))
@@ -316,10 +318,10 @@ async def steady_capacity(
     emulate = serving.engine.emulate
     assert emulate is not None
     most = max(200, requests // 2)
-    load = drawn_load(_MEASURED_ROUND, most, inf, prompts, emulate.lengths)
+    load = drawn_load(MEASURED_ROUND, most, inf, prompts, emulate.lengths)
     with proxy(serving, scratch):
         url, model = serving.proxy_url, serving.served_name
-        answers = await serve_load(url, model, load, emulate.dilation, _MEASURED_ROUND)
+        answers = await serve_load(url, model, load, emulate.dilation, MEASURED_ROUND)
     rate = steady_rate(one.last / emulate.dilation for one in answers)
     return rate, float(np.mean([one.tokens for one in answers]))
 
