@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -91,6 +92,19 @@ def record(
         reason = finish_reason or ("length" if total == 100 else "stop")
         recorder.on_finished([structs.replace(ended(name, total, reason), adapter=adapter)])
     recorder.close()
+
+
+def with_column(
+    name: str, values: Callable[[list[Any]], list[Any]]
+) -> Callable[[pa.Table], pa.Table]:
+    """Return what makes other values of a column's, of the same type."""
+
+    def change(table: pa.Table) -> pa.Table:
+        field, place = table.schema.field(name), table.schema.get_field_index(name)
+        changed = values(table[name].to_pylist())
+        return table.set_column(place, field, pa.array(changed, field.type))
+
+    return change
 
 
 def change_shard(file: Path, change: Callable[[pa.Table], pa.Table]) -> None:

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded_dataset import D, change_shard, ended, new_session, record, step_rows
+from recorded_dataset import D, change_shard, ended, new_session, record, step_rows, with_column
 
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.recorder import Recorder
@@ -33,14 +33,7 @@ def dataset(tmp_path: Path) -> Path:
 
 
 def set_column(name: str, row: int, value: object) -> Callable[[pa.Table], pa.Table]:
-    def change(table: pa.Table) -> pa.Table:
-        values = table[name].to_pylist()
-        values[row] = value
-        field = table.schema.field(name)
-        place = table.schema.get_field_index(name)
-        return table.set_column(place, field, pa.array(values, field.type))
-
-    return change
+    return with_column(name, lambda values: [*values[:row], value, *values[row + 1 :]])
 
 
 def problems(dataset: Path) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from recorded_dataset import change_shard, new_session, record
+from recorded_dataset import change_shard, new_session, record, with_column
 
 from data_collection.dataset.dataset_commands import TRANSCRIPTS_SCHEMA, export_transcripts, merge
 from data_collection.dataset.dataset_schema import (
@@ -94,20 +94,8 @@ def test_a_session_nested_deeply_is_refused(dataset: Path) -> None:
         read_sessions(dataset)
 
 
-def with_column(name: str, value: Callable[[pa.Table], Any]) -> Table:
-    def change(table: pa.Table) -> pa.Table:
-        field = table.schema.field(name)
-        place = table.schema.get_field_index(name)
-        return table.set_column(place, field, value(table))
-
-    return change
-
-
 def first_empty(name: str) -> Table:
-    return with_column(
-        name,
-        lambda table: pa.array([None, *table[name].to_pylist()[1:]], table.schema.field(name).type),
-    )
+    return with_column(name, lambda values: [None, *values[1:]])
 
 
 def doubled(name: str) -> Table:
@@ -266,16 +254,14 @@ def test_names_reach_the_terminal_as_text(
 ) -> None:
     name = f"{CLEAR}a\n| b\u202e"
     change_session(dataset, model=f"$x^{name}")
-    change_shard(
-        requests_files(dataset)[0],
-        with_column("task", lambda table: pa.array([name] * table.num_rows)),
-    )
+    named = with_column("task", lambda values: [name] * len(values))
+    change_shard(requests_files(dataset)[0], named)
     inspect(dataset)
     printed = capsys.readouterr().out
     assert "\\x1b[2Ja\\n| b\\u202e" in printed
     assert all(line.isprintable() for line in printed.splitlines())
     shard = rows_files(dataset)[0]
-    change_shard(shard, with_column("request_id", lambda table: pa.array([name] * table.num_rows)))
+    change_shard(shard, with_column("request_id", lambda values: [name] * len(values)))
     with pytest.raises(DatasetError) as raised:
         validate(dataset)
     assert all(line.isprintable() for line in str(raised.value).splitlines())

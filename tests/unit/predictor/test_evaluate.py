@@ -5,10 +5,9 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from recorded_dataset import change_shard, new_session, record
+from recorded_dataset import change_shard, new_session, record, with_column
 from training_runs import FEW_ROWS, fit
 
 from data_collection.dataset.dataset_schema import requests_files
@@ -152,16 +151,6 @@ def test_names_in_files_of_others_are_printed_as_text(
     assert "split_seed must be a whole number from 0, not [[]]" in error_of(capsys, *arguments)
 
 
-def with_prompts(new: bool) -> object:
-    def change(requests: pa.Table) -> pa.Table:
-        column = requests.schema.get_field_index("prompt_token_ids")
-        field = requests.schema.field(column)
-        prompts = [[i, 1, 2] if new else None for i in range(len(requests))]
-        return requests.set_column(column, field, pa.array(prompts, field.type))
-
-    return change
-
-
 def test_a_dataset_collected_later_is_measured_in_place_of_the_test_part(
     small: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +164,10 @@ def test_a_dataset_collected_later_is_measured_in_place_of_the_test_part(
     assert "--on must be another dataset" in error_of(capsys, *arguments, same)
     known, *others = requests_files(later)
     for file in others:
-        change_shard(file, with_prompts(new=True))  # type: ignore[arg-type]
+        change_shard(
+            file,
+            with_column("prompt_token_ids", lambda values: [[i] for i, _ in enumerate(values)]),
+        )
     assert main(["evaluate", *arguments, str(later)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     left_out = pq.read_metadata(known).num_rows
@@ -193,7 +185,7 @@ def test_prompts_that_were_not_recorded_are_not_taken_for_new_ones(
     record(later, prefix="b")
     shutil.copytree(small[0], copied)
     for file in requests_files({"dataset": copied, "later": later}[which]):
-        change_shard(file, with_prompts(new=False))  # type: ignore[arg-type]
+        change_shard(file, with_column("prompt_token_ids", lambda values: [None] * len(values)))
     arguments = ["evaluate", str(copied), str(small[1]), "--out", str(tmp_path)]
     assert main([*arguments, "--on", str(later)]) == 0
     said, *_ = json.loads((tmp_path / "metrics.json").read_text())["notes"]

@@ -1,16 +1,14 @@
 """Training from the command line, for both predictors: what is learned, written and refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from memoryless_dataset import record_memoryless, true_median
-from recorded_dataset import change_shard, new_session, record
+from recorded_dataset import change_shard, new_session, record, with_column
 from training_runs import CONFIGS, FEW_ROWS, QUIET, SURVIVAL, fit
 
 from data_collection.dataset.dataset_commands import merge
@@ -228,22 +226,13 @@ def test_an_unknown_number_counts_as_the_average(survival_checkpoint: Path) -> N
         predictor.forecast(RequestRows(hidden, numbers[:, :3]))
 
 
-def with_column(name: str, values: Callable[[int], Any]) -> Callable[[pa.Table], pa.Table]:
-    def change(table: pa.Table) -> pa.Table:
-        column = table.schema.get_field_index(name)
-        field = table.schema.field(column)
-        return table.set_column(column, field, pa.array(values(len(table)), field.type))
-
-    return change
-
-
 def test_shards_of_an_earlier_version_have_vllms_default_temperature(tmp_path: Path) -> None:
     record(tmp_path / "earlier")
     record(tmp_path / "later", new_session("20250102T000000-2"), prefix="b")
     for file in requests_files(tmp_path / "earlier"):
         change_shard(file, lambda table: table.drop_columns(["temperature", "top_p"]))
     for file in requests_files(tmp_path / "later"):
-        change_shard(file, with_column("temperature", lambda n: [0.5] * n))
+        change_shard(file, with_column("temperature", lambda values: [0.5] * len(values)))
     merge([tmp_path / "earlier", tmp_path / "later"], tmp_path / "merged")
     table = load_rows(tmp_path / "merged")
     later = np.array(["-b" in name for name in table.requests.request_id])[table.request]
@@ -261,7 +250,7 @@ def test_training_on_repetition_without_recorded_tokens_is_refused(
     """Learned from nothing, its weights would be noise once an engine tells the true values."""
     record_memoryless(tmp_path / "data", n_requests=60)
     for file in requests_files(tmp_path / "data"):
-        change_shard(file, with_column("output_token_ids", lambda n: [None] * n))
+        change_shard(file, with_column("output_token_ids", lambda values: [None] * len(values)))
     arguments = ["train", "fit", "--config", str(CONFIGS / "survival.yaml"), *QUIET, *TRAINED]
     arguments += ["--data.dataset", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
     assert main([*arguments, *SURVIVAL, *FEW_ROWS]) == 1

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from recorded_dataset import change_shard
+from recorded_dataset import change_shard, with_column
 
 from data_collection.dataset.dataset_schema import split_requests
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
@@ -374,14 +374,9 @@ def test_an_unknown_max_tokens_caps_no_forecast(
     dataset = tmp_path / "dataset"
     shutil.copytree(memoryless, dataset)
     for shard in (dataset / "data").glob("rows-*.parquet"):
-        change_shard(shard, lambda table: table.set_column(*unknown_max_tokens(table)))
+        change_shard(shard, with_column("max_tokens", lambda values: [0] * len(values)))
     recorded, _ = record_forecasts(dataset, str(survival_checkpoint), tmp_path / "recording")
     assert set(recorded.max_tokens.tolist()) == {int(recorded.edges[-1])}
-
-
-def unknown_max_tokens(table: pa.Table) -> tuple[int, str, pa.Array]:
-    at = table.column_names.index("max_tokens")
-    return at, "max_tokens", pa.array(np.zeros(len(table)), pa.int32())
 
 
 def test_the_verb_says_what_it_wrote(
@@ -423,11 +418,7 @@ def test_an_invalid_recording_is_refused(recording: Path, tmp_path: Path) -> Non
         table.drop_columns(["survival"]),
         table.set_column(1, "output_tokens", pa.array([1] * len(table), pa.int32())),
         table.slice(0, 0),
-        table.set_column(
-            table.schema.get_field_index("max_tokens"),
-            "max_tokens",
-            pa.array([None, *table["max_tokens"].to_pylist()[1:]], pa.int32()),
-        ),
+        with_column("max_tokens", lambda values: [None, *values[1:]])(table),
     ):
         pq.write_table(damaged.replace_schema_metadata(metadata), path)
         with pytest.raises(ValueError, match=r"forecasts\.parquet: a damaged recording"):
