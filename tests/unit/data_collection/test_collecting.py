@@ -1,6 +1,7 @@
-"""`headway collect` again, after its file of prompts was changed: each is answered once."""
+"""`headway collect`: answers once, says what room it takes, and what could not be recorded."""
 
 import json
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,8 +17,11 @@ from recorded_dataset import ended, new_session, step_rows
 from data_collection.capture.capture_config import RecordConfig
 from data_collection.capture.recorder import Recorder
 from data_collection.dataset.dataset_schema import requests_files
+from data_collection.dataset.validate_dataset import validate
 from data_collection.models import identify
 from data_collection.workload import collect as collecting
+from data_collection.workload.collect import hidden_size, room_on_disk
+from data_collection.workload.engine_options import RecordOptions
 
 
 class Letters:
@@ -29,19 +33,22 @@ class Letters:
 
 @pytest.fixture
 def collect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Collect into ``dataset`` with an engine that answers so many prompts, and then ends."""
+    """Collect into ``dataset`` with an engine that answers so many prompts, and then ends.
+
+    Of the last ones that it answers it may have ``lost`` what it was to record.
+    """
     model, dataset, sessions = tmp_path / "model", tmp_path / "dataset", count()
     model.mkdir()
     (model / "config.json").write_text("{}")
 
-    def run(prompts: Path, answers: int) -> None:
+    def run(answers: int, lost: int = 0, **options: Any) -> None:
         def drive(source: Any, *_: object) -> int:
             identity, number = identify(str(model)), next(sessions)
             session = new_session(
                 f"20250101T000000-{number}", model=identity.name, revision=identity.revision
             )
             recorder = Recorder(RecordConfig(path=str(dataset)), session)
-            for i, request in enumerate(source(Letters())[:answers]):
+            for i, request in enumerate(source(Letters())[: answers - lost]):
                 name = f"{request.id}-{i:08x}"
                 recorder.on_rows(step_rows(i, {name: 0}))
                 recorder.on_finished([ended(name, 5, task="".join(map(chr, request.token_ids)))])
@@ -50,7 +57,7 @@ def collect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
         driving = SimpleNamespace(drive=drive, CollectionError=RuntimeError)
         monkeypatch.setitem(sys.modules, "data_collection.workload.drive", driving)
-        collecting.collect(dataset, str(model), prompts=str(prompts))
+        collecting.collect(dataset, str(model), **options)
 
     monkeypatch.setattr(collecting, "vllm_version", lambda: "0.32.0")
     return run
@@ -62,19 +69,65 @@ def answered(dataset: Path) -> Counter[str]:
     return Counter(row["task"] for row in rows)
 
 
-def write(path: Path, texts: list[str]) -> Path:
+def write(path: Path, texts: list[str]) -> str:
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return path
+    return str(path)
 
 
 def test_lines_that_were_inserted_or_moved_cost_no_answer_and_repeat_none(
     tmp_path: Path, collect: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, texts = tmp_path / "mine.jsonl", [f"number {i}" for i in range(20)]
-    collect(write(path, [*texts, texts[3], texts[3]]), 10)
+    collect(10, prompts=write(path, [*texts, texts[3], texts[3]]))
     changed = ["new", *reversed(texts), texts[3], texts[3]]
-    collect(write(path, changed), 13)
+    collect(13, prompts=write(path, changed))
     assert "10 of 23 prompts are done already" in capsys.readouterr().out
     assert answered(tmp_path / "dataset") == Counter(changed)
-    collect(path, 0)
+    collect(0, prompts=str(path))
     assert "23 of 23 prompts are done already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_answers_that_were_not_written_are_an_error(
+    tmp_path: Path, collect: Callable[..., None], lost: int
+) -> None:
+    if lost:
+        said = f"{lost} of 3 answers could not be written.*resume"
+        with pytest.raises(RuntimeError, match=said):
+            collect(3, lost, limit=3)
+    else:
+        collect(3, limit=3)
+    if lost < 3:
+        validate(tmp_path / "dataset")
+
+
+def test_the_room_is_what_the_longest_answers_would_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def said(gigabytes: float) -> str:
+        usage = SimpleNamespace(free=int(gigabytes * 1e9))
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+        return room_on_disk(tmp_path, 4096, 10_000, 1024, RecordOptions(k=20, dtype="float16"))
+
+    # 10,000 answers · 52 rows · 4,096 numbers · 2 bytes
+    assert said(50).startswith("up to about 4.3 GB of hidden states (10,000 answers of up to 1,024")
+    assert said(50).endswith("50.0 GB are free")
+    assert said(4).startswith("warning: up to about 4.3 GB")
+    assert "--record.k" in said(4)
+
+
+@pytest.mark.parametrize(
+    ("config", "d"),
+    [
+        ({"model_type": "llama", "hidden_size": 96}, 96),
+        ({"model_type": "opt", "hidden_size": 96, "word_embed_proj_dim": 48}, 48),
+        ({"model_type": "gpt2", "n_embd": 80}, 80),
+        ({"model_type": "gemma3", "text_config": {"hidden_size": 72}}, 72),
+        ({"model_type": "a model of tomorrow"}, None),
+    ],
+)
+def test_the_width_is_that_of_the_captured_states(
+    tmp_path: Path, config: dict[str, object], d: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert hidden_size(str(tmp_path)) == d
