@@ -4,8 +4,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
-from running_deployment import PATIENT
+from running_deployment import patient
 
 from benchmarks.batch import killed_batch
 from benchmarks.support.experiment import PromptLengths, drawn_load
@@ -32,9 +31,7 @@ def test_killing_the_proxy_an_engine_and_the_batch_costs_no_answer(
         emulate=EmulateOptions(profile="h100-llama-8b", lengths=law, dilation=3.0),
         arguments=["--scheduling-policy", "priority"],
     )
-    deployment = local_deployment("smollm2", engine, decode=2, prefill=prefill)
-    ports = {"port": deployment.proxy.port, "admin_port": deployment.proxy.admin_port}
-    deployment = replace(deployment, proxy=replace(PATIENT, **ports))
+    deployment = patient(local_deployment("smollm2", engine, decode=2, prefill=prefill))
     load = drawn_load(1, REQUESTS, inf, PromptLengths(50, 300), law)
     with launched(deployment, tmp_path / "logs") as engines:
         found = killed_batch(deployment, engines, load, tmp_path, concurrency=48)

@@ -3,22 +3,21 @@
 import json
 import os
 import re
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from forked_vllm import post
 from msgspec import to_builtins
 from proxying import served
-from running_deployment import PATIENT, RunningDeployment
+from running_deployment import PATIENT, running
 from transformers import AutoModelForCausalLM
 
 from benchmarks.support.cpu_ranks import read_steps, write_moe_model
 from rescheduler.engines.deployment import Deployment, EngineOptions
-from rescheduler.engines.launch_engines import launched
-from rescheduler.engines.launch_local import free_ports, local_deployment, write_deployment
+from rescheduler.engines.launch_local import free_ports, local_deployment
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "deploy.md"
@@ -75,16 +74,11 @@ def generated(model: Path) -> list[int]:
     return [int(token) for token in answer[0, len(PROMPT) :]]
 
 
-def ask(url: str) -> list[int]:
+def ask(port: int) -> list[int]:
     """What a server generates."""
     body = {"model": "moe", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as response:
+    with post(port, "/v1/completions", body) as response:
         return list(json.load(response)["choices"][0]["token_ids"])
 
 
@@ -95,16 +89,13 @@ def test_the_pages_ranks_are_one_group_and_answer_as_one_model(tmp_path: Path) -
     deployment = described(model, tmp_path)
     first, second = (tmp_path / "rank-0.csv", tmp_path / "rank-1.csv")
     expected = generated(model)
-    config = tmp_path / "deployment.yaml"
-    write_deployment(deployment, config)
-    with launched(deployment, tmp_path / "logs") as running:
-        assert ask(deployment.decode[0].url) == expected
+    with running(deployment, tmp_path) as ranks:
+        assert ask(deployment.decode[0].port) == expected
         # The other rank computed its experts in every one of these steps.
         idle = read_steps(second)
         assert not idle.requests.any()
         assert len(idle.requests) >= TOKENS
-        assert ask(deployment.decode[1].url) == expected
+        assert ask(deployment.decode[1].port) == expected
         assert read_steps(first).requests.sum() == read_steps(second).requests.sum() == TOKENS
-        ranks = RunningDeployment(config, deployment, running)
         with served(ranks, tmp_path, migration=deployment.migration) as proxy:
-            assert ask(proxy.deployment.proxy_url) == expected
+            assert ask(proxy.deployment.proxy.port) == expected

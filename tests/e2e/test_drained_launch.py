@@ -9,8 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from msgspec.structs import replace
-from running_deployment import PATIENT
+from running_deployment import patient
 
 from benchmarks.support.deployments import proxy
 from benchmarks.upgrade import Ledger, Upgrades
@@ -55,9 +54,7 @@ def deployment() -> Deployment:
         max_model_len=4_096,
         emulate=EmulateOptions(profile="h100-llama-8b"),
     )
-    deployment = local_deployment("smollm2", engine)
-    ports = {"port": deployment.proxy.port, "admin_port": deployment.proxy.admin_port}
-    return replace(deployment, proxy=replace(PATIENT, **ports))
+    return patient(local_deployment("smollm2", engine))
 
 
 async def test_a_launcher_that_is_stopped_cuts_no_stream(

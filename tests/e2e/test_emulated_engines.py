@@ -2,8 +2,8 @@
 
 import asyncio
 import json
+import socket
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,10 +11,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import numpy as np
 import pytest
+from forked_vllm import post
 from msgspec.structs import replace
-from running_deployment import PATIENT
+from running_deployment import patient
 
 from benchmarks.support.deployments import proxy
 from benchmarks.support.experiment import PromptLengths, drawn_load
@@ -26,7 +29,8 @@ from rescheduler.demo.scripted_load import (
     serve_load,
     step_sums,
 )
-from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
+from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions, StepSeconds
+from rescheduler.emulation.scripted_answers import LENGTH
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.emulated_deployment import model_to_load
 from rescheduler.engines.launch_engines import launched
@@ -37,9 +41,12 @@ from rescheduler.telemetry.telemetry_view import FinishedForecasts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-BLOCK, BLOCKS = 16, 400
+ENGINE = EngineOptions(max_num_seqs=32, block_size=16, kv_blocks=400, max_model_len=2_048)
 LAW = AnswerLengths(median=60, sigma=0.7, longest=400)
 PROMPTS = PromptLengths(200, 900)
+LONG = [EmulatedRequest(i, 100, 900, 0.0) for i in range(4)]
+"""They last six seconds and more, and either instance has room for all of them."""
+CONTEXTS, TOKENS, DILATION = (100, 4_000), 100, 4
 
 
 @dataclass(frozen=True)
@@ -76,22 +83,84 @@ class Fleet:
         await asyncio.to_thread(undrain_instance, admin, name)
 
 
+async def test_a_deployment_on_ipv6_serves_moves_and_reports(tmp_path: Path) -> None:
+    """Prompts and caches come over NIXL, whose side channel is on ::1, too."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    lengths = AnswerLengths(median=60, sigma=0.7, longest=900)
+    engine = replace(ENGINE, emulate=EmulateOptions(profile="h100-llama-8b", lengths=lengths))
+    made = patient(local_deployment("smollm2", engine))
+    values = json.loads(msgspec.json.encode(made).replace(b"127.0.0.1", b"[::1]"))
+    values["proxy"]["host"] = "::1"
+    deployment = Deployment.from_values(values)
+    fleet = Fleet(deployment, [], Path(model_to_load(deployment)))
+    with launched(deployment, tmp_path / "logs", serve=True, tethered=True):
+        with TelemetrySubscriber([str(one.telemetry) for one in deployment.decode]) as heard:
+            await fleet.drained_while(LONG, 4)
+            assert len(heard.view.instances) == 2
+        assert fleet.moved() > 0
+        metrics = f"{deployment.proxy_url}/metrics"
+        assert metric_total(metrics, "headway_proxy_recomputed_requests_total") == 0
+        assert metric_total(metrics, "headway_proxy_kv_load_failures_total") == 0
+
+
+def test_two_engines_behind_a_barrier_step_together_and_one_goes_on_alone(tmp_path: Path) -> None:
+    """vLLM's own steps, as long as the longest of them."""
+    emulate = EmulateOptions(
+        step_time=StepSeconds(constant=0.02, per_new=0, per_context=1e-5),
+        kv_tokens=32_000,
+        forecast=None,
+        dilation=DILATION,
+        barrier=True,
+        logs=str(tmp_path / "steps"),
+    )
+    engine = EngineOptions(max_num_seqs=8, max_model_len=8_192, block_size=32, emulate=emulate)
+    deployment = local_deployment("smollm2", engine, decode=2, prefill=0)
+
+    async def answered(session: aiohttp.ClientSession, url: str, context: int, tokens: int) -> None:
+        body: dict[str, Any] = {"model": "smollm2", "prompt": [9] * context, "max_tokens": 1_000}
+        body["vllm_xargs"] = {LENGTH: tokens}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+
+    async def work() -> None:
+        urls = [one.url for one in deployment.decode]
+        async with aiohttp.ClientSession() as session:
+            await asyncio.gather(
+                answered(session, urls[0], CONTEXTS[0], 2 * TOKENS),  # ends last, alone
+                answered(session, urls[1], CONTEXTS[1], TOKENS),
+            )
+
+    with launched(deployment, tmp_path / "logs"):
+        asyncio.run(work())
+    short, long = (
+        np.genfromtxt(tmp_path / "steps" / f"{one.name}.csv", delimiter=",", names=True)
+        for one in deployment.decode
+    )
+    own = DILATION * (0.02 + 1e-5 * long["context_tokens"])
+    assert long["asked_seconds"] == pytest.approx(own, abs=1e-5)  # it is always the longest
+    both = (long["end"] > short["end"][2]) & (long["end"] < short["end"][-3])
+    shared = np.flatnonzero(both)[5:-5]
+    assert len(shared) > TOKENS / 2
+    apart = np.abs(long["asked_seconds"][shared][:, None] - short["asked_seconds"]).min(axis=1)
+    assert (apart < 1e-5).mean() > 0.9  # who says nothing for long is left out of a step
+    alone = short["end"] > long["end"][-1] + 0.5
+    assert alone.sum() > TOKENS / 4
+    assert short["asked_seconds"][alone] == pytest.approx(
+        DILATION * (0.02 + 1e-5 * short["context_tokens"][alone]), abs=1e-5
+    )
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A prefill and two decode engines, and their proxy."""
     folder = tmp_path_factory.mktemp("emulated")
     emulate = EmulateOptions(profile="h100-llama-8b", lengths=LAW, logs=str(folder / "steps"))
-    engine = EngineOptions(
-        max_num_seqs=32,
-        block_size=BLOCK,
-        kv_blocks=BLOCKS,
-        max_model_len=2_048,
-        emulate=emulate,
-        arguments=["--tensor-parallel-size", "8", "--quantization", "fp8"],  # of the GPUs
-    )
-    deployment = local_deployment("smollm2", engine)
-    ports = {"port": deployment.proxy.port, "admin_port": deployment.proxy.admin_port}
-    deployment = replace(deployment, proxy=replace(PATIENT, **ports))
+    of_the_gpus = ["--tensor-parallel-size", "8", "--quantization", "fp8"]
+    engine = replace(ENGINE, emulate=emulate, arguments=of_the_gpus)
+    deployment = patient(local_deployment("smollm2", engine))
     with launched(deployment, folder / "logs"), proxy(deployment, folder):
         logs = [folder / "steps" / f"{one.name}.csv" for one in deployment.decode]
         yield Fleet(deployment, logs, Path(model_to_load(deployment)))
@@ -109,8 +178,7 @@ async def test_answers_are_their_scripts_through_hand_overs_and_preemptions(flee
 
 async def test_answers_are_their_scripts_through_moves(fleet: Fleet) -> None:
     before = fleet.moved()
-    # They last six seconds and more, and either instance has room for all of them.
-    await fleet.drained_while([EmulatedRequest(i, 100, 900, 0.0) for i in range(4)], 4)
+    await fleet.drained_while(LONG, 4)
     assert fleet.moved() > before
 
 
@@ -134,13 +202,8 @@ async def test_every_step_is_asked_to_take_what_its_size_says(fleet: Fleet) -> N
 
 def completion(fleet: Fleet, **fields: Any) -> tuple[int, Any]:
     body = {"model": "smollm2", "prompt": "One two three", "max_tokens": 5} | fields
-    request = urllib.request.Request(
-        f"{fleet.deployment.proxy_url}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
     try:
-        with urllib.request.urlopen(request) as response:
+        with post(fleet.deployment.proxy.port, "/v1/completions", body) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

@@ -10,11 +10,10 @@ import pytest
 from batching_profile import profile_of
 from msgspec.structs import replace
 from proxying import Client, Served, served
-from running_deployment import ENGINE, PATIENT, RunningDeployment
+from running_deployment import ENGINE, patient, running
 
 from rescheduler.demo.demo_load import metric_in
-from rescheduler.engines.launch_engines import launched
-from rescheduler.engines.launch_local import local_deployment, write_deployment
+from rescheduler.engines.launch_local import local_deployment
 from rescheduler.step_time.profile import BatchTime
 
 pytestmark = pytest.mark.slow
@@ -32,14 +31,8 @@ def replicas(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     batching = {"profile": str(profile), "admission": True, "recalibrate": False}
     engine = replace(ENGINE, batching=batching)
     described = local_deployment("smollm2", engine, prefill=0, routing={"name": "pab"})
-    ports = {"port": described.proxy.port, "admin_port": described.proxy.admin_port}
-    described = replace(described, proxy=replace(PATIENT, **ports))
-    config = folder / "deployment.yaml"
-    write_deployment(described, config)
-    with launched(described, folder / "logs") as running:
-        deployment = RunningDeployment(config, described, running)
-        with served(deployment, folder) as proxy:
-            yield proxy
+    with running(patient(described), folder) as deployment, served(deployment, folder) as proxy:
+        yield proxy
 
 
 async def answer(client: Client, **body: Any) -> tuple[int, Any, Any]:

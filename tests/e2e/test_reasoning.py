@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from proxying import served
-from running_deployment import ENGINE, RunningDeployment
+from running_deployment import ENGINE, RunningDeployment, running
 from transformers import AutoTokenizer
 
 from benchmarks.equality.cases import CHAT, MESSAGES, TOOL, Case
 from benchmarks.equality.comparing import Server, compare
 from benchmarks.support.tiny_models import tiny_model
-from rescheduler.engines.launch_engines import launched
-from rescheduler.engines.launch_local import local_deployment, write_deployment
+from rescheduler.engines.launch_local import local_deployment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -80,10 +79,8 @@ def deployment(
     described = replace(
         local_deployment(str(model), options, decode=1, prefill=1), served_model_name="smollm2"
     )
-    config = folder / "deployment.yaml"
-    write_deployment(described, config)
-    with launched(described, folder / "logs") as engines:
-        yield RunningDeployment(config, described, engines)
+    with running(described, folder) as engines:
+        yield engines
 
 
 def body(model: Path, stream: bool, regex: str, **fields: Any) -> dict[str, Any]:

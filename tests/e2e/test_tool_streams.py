@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from proxying import CHAT, Client, served
-from running_deployment import ENGINE, PATIENT, RunningDeployment
+from running_deployment import ENGINE, RunningDeployment, patient, running
 
-from rescheduler.engines.launch_engines import launched
-from rescheduler.engines.launch_local import local_deployment, write_deployment
+from rescheduler.engines.launch_local import local_deployment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -38,13 +37,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDepl
     folder = tmp_path_factory.mktemp("tools")
     flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options = replace(ENGINE, checkpoint=None, arguments=flags)
-    described = local_deployment("smollm2", options, decode=2, prefill=1)
-    ports = {"port": described.proxy.port, "admin_port": described.proxy.admin_port}
-    described = replace(described, proxy=replace(PATIENT, **ports))
-    config = folder / "deployment.yaml"
-    write_deployment(described, config)
-    with launched(described, folder / "logs") as engines:
-        yield RunningDeployment(config, described, engines)
+    with running(patient(local_deployment("smollm2", options)), folder) as engines:
+        yield engines
 
 
 def said(chunks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,15 +1,13 @@
 """An engine that is asked directly to read a KV cache of another layout computes it again."""
 
 import asyncio
-import json
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from moving import GREEDY, PATIENCE, Engine, Generation, Run, copied_ahead, moved, runner_on
 from msgspec.structs import replace
-from running_deployment import ENGINE
+from running_deployment import ENGINE, complete
 
 from rescheduler.engines.launch_engines import Launched, launched
 from rescheduler.engines.launch_local import local_deployment
@@ -66,17 +64,7 @@ def test_a_copy_is_computed_again(on_engines: Run) -> None:
 
 
 def test_a_prefill_is_computed_again(running: Launched, on_engines: Run) -> None:
-    def prefilled(body: dict[str, Any]) -> dict[str, Any]:
-        (prefill,) = running.deployment.prefill
-        asked = {"do_remote_decode": True, "do_remote_prefill": False}
-        sent = {**body, "model": "smollm2", "max_tokens": 1, "kv_transfer_params": asked}
-        request = urllib.request.Request(
-            f"{prefill.url}/v1/completions",
-            data=json.dumps(sent).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as response:
-            return dict(json.load(response)["kv_transfer_params"])
+    (prefill,) = running.deployment.prefill
 
     async def answer(engine: Engine, params: dict[str, Any]) -> Generation:
         generation = Generation()
@@ -88,7 +76,9 @@ def test_a_prefill_is_computed_again(running: Launched, on_engines: Run) -> None
     body = GREEDY | {"prompt": "The sea was calm. " * 40}
 
     async def work(engines: list[Engine]) -> None:
-        params = await asyncio.to_thread(prefilled, body)
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        sent = {**body, "max_tokens": 1, "kv_transfer_params": asked}
+        params = (await asyncio.to_thread(complete, prefill, **sent))["kv_transfer_params"]
         counts = [await failed_loads(engine) for engine in engines]
         answers = [await answer(engine, params) for engine in reversed(engines)]
         assert answers[0].tokens == answers[1].tokens

@@ -1,13 +1,12 @@
 """The order of service inside a real vLLM: the same tokens, short requests first."""
 
 import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from forked_vllm import run_forked, running_server
+from forked_vllm import post, run_forked, running_server
 from offline_engines import serve_waves
 
 SCHEDULER = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
@@ -65,10 +64,5 @@ def arguments(smollm2: Path) -> list[str]:
 def test_a_server_needs_two_flags(arguments: list[str], tmp_path: Path) -> None:
     with running_server(arguments, tmp_path / "server.log") as server:
         body = {"model": "m", "prompt": "The sea is", "max_tokens": 4}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{server.port}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
+        with post(server.port, "/v1/completions", body) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4

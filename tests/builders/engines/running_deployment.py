@@ -3,15 +3,19 @@
 import json
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forecast_messages import CHECKPOINT
+from msgspec.structs import replace
 
 from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
 from rescheduler.engines.engine_command import engine_command
-from rescheduler.engines.launch_engines import Launched
+from rescheduler.engines.launch_engines import Launched, launched
+from rescheduler.engines.launch_local import write_deployment
 
 ENGINE = EngineOptions(
     dtype="float32",
@@ -37,6 +41,12 @@ PATIENT = ProxyOptions(
 """Deadlines that only an engine which is dead or stopped can miss, on a busy machine too."""
 
 
+def patient(deployment: Deployment) -> Deployment:
+    """Return the deployment with a patient proxy, on the ports of its own."""
+    ports = {"port": deployment.proxy.port, "admin_port": deployment.proxy.admin_port}
+    return replace(deployment, proxy=replace(PATIENT, **ports))
+
+
 @dataclass(frozen=True)
 class RunningDeployment:
     """Engines that run: the deployment and its file, and the processes, to kill and restart."""
@@ -44,6 +54,15 @@ class RunningDeployment:
     config_path: Path
     deployment: Deployment
     launched: Launched
+
+
+@contextmanager
+def running(deployment: Deployment, folder: Path) -> Iterator[RunningDeployment]:
+    """Run the engines of a deployment, whose file and logs are in the folder."""
+    config = folder / "deployment.yaml"
+    write_deployment(deployment, config)
+    with launched(deployment, folder / "logs") as engines:
+        yield RunningDeployment(config, deployment, engines)
 
 
 def complete(instance: Instance, **fields: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from collector import Collector, http_collector
 from moving import Run, runner_on
 from msgspec.structs import replace
-from running_deployment import ENGINE, PATIENT, RunningDeployment
+from running_deployment import ENGINE, RunningDeployment, patient
 
 from rescheduler.engines.deployment import TraceOptions
 from rescheduler.engines.launch_engines import launched
@@ -32,9 +32,7 @@ def deployment(
     They record a request if its proxy does.
     """
     folder = tmp_path_factory.mktemp("deployment")
-    described = local_deployment("smollm2", ENGINE)
-    ports = {"port": described.proxy.port, "admin_port": described.proxy.admin_port}
-    described = replace(described, proxy=replace(PATIENT, **ports))
+    described = patient(local_deployment("smollm2", ENGINE))
     config_path = folder / "deployment.yaml"
     write_deployment(described, config_path)
     traces = TraceOptions(endpoint=collector.endpoint)

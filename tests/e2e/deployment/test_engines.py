@@ -2,7 +2,9 @@
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable, Coroutine
+from contextlib import closing
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
@@ -11,29 +13,25 @@ from running_deployment import RunningDeployment, complete
 from rescheduler.demo.demo_load import metric_total
 from rescheduler.engines.deployment import Instance
 from rescheduler.transfer.control_client import ControlClient
-from rescheduler.transfer.control_messages import EngineState, Renewed, RequestStatus
+from rescheduler.transfer.control_messages import EngineState, RequestStatus
+
+pytestmark = pytest.mark.timeout(1200)
+
+T = TypeVar("T")
+
+
+def asked(instance: Instance, ask: Callable[[ControlClient], Coroutine[Any, Any, T]]) -> T:
+    """Return what an engine's control socket answers."""
+
+    async def answer() -> T:
+        with closing(ControlClient(instance.control or "")) as client:
+            return await ask(client)
+
+    return asyncio.run(answer())
 
 
 def state(instance: Instance) -> EngineState:
-    async def ask() -> EngineState:
-        client = ControlClient(instance.control or "")
-        try:
-            return await client.state(120.0)
-        finally:
-            client.close()
-
-    return asyncio.run(ask())
-
-
-def renew(instance: Instance, ids: list[str]) -> Renewed:
-    async def ask() -> Renewed:
-        client = ControlClient(instance.control or "")
-        try:
-            return await client.renew(ids, 120.0)
-        finally:
-            client.close()
-
-    return asyncio.run(ask())
+    return asked(instance, lambda client: client.state(120.0))
 
 
 def state_once_free(instance: Instance) -> EngineState:
@@ -45,7 +43,19 @@ def state_once_free(instance: Instance) -> EngineState:
     return reported
 
 
-@pytest.mark.timeout(1200)
+def text(instance: Instance, prompt: str, **fields: Any) -> str:
+    answer: str = complete(instance, prompt=prompt, max_tokens=12, **fields)["choices"][0]["text"]
+    return answer
+
+
+def prefilled(instance: Instance, prompt: str, id: str) -> dict[str, Any]:
+    """Compute a prompt, and return with what another engine is to read it."""
+    mine = {"id": id, "hop": 0}
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "headway": mine}
+    answer = complete(instance, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
+    return {**answer["kv_transfer_params"], "headway": mine}
+
+
 def test_every_engine_of_the_deployment_answers(deployment: RunningDeployment) -> None:
     answers = {i.name: complete(i)["choices"][0]["text"] for i in deployment.deployment.instances}
     assert len(set(answers.values())) == 1, "all serve the same model"
@@ -54,45 +64,40 @@ def test_every_engine_of_the_deployment_answers(deployment: RunningDeployment) -
         assert (reported.block_size, reported.max_num_seqs, reported.max_model_len) == (32, 8, 1024)
 
 
-@pytest.mark.timeout(1200)
 def test_an_engine_says_which_requests_it_has(deployment: RunningDeployment) -> None:
     """By migration id, or else by what its API calls them; and it makes steps meanwhile."""
     decode, id = deployment.deployment.decode[0], "b" * 32
     names = [id, "cmpl-two-answers", "cmpl-nobody", "c" * 32]
 
-    async def ask() -> tuple[list[list[RequestStatus]], list[int]]:
-        control = ControlClient(decode.control or "")
+    async def ask(control: ControlClient) -> tuple[list[list[RequestStatus]], list[int]]:
         body = {"model": deployment.deployment.served_name, "prompt": "a b c", "max_tokens": 200}
         body |= {"ignore_eos": True}
         mine = {"kv_transfer_params": {"headway": {"id": id, "hop": 0}}}
         statuses, steps = [], []
-        try:
-            async with aiohttp.ClientSession(decode.url) as session:
+        async with aiohttp.ClientSession(decode.url) as session:
 
-                async def generate(more: dict[str, Any], name: str) -> None:
-                    headers = {"X-Request-Id": name}
-                    answer = session.post("/v1/completions", json=body | more, headers=headers)
-                    async with answer as response:
-                        assert response.status == 200, await response.text()
-                        await response.read()
+            async def generate(more: dict[str, Any], name: str) -> None:
+                headers = {"X-Request-Id": name}
+                answer = session.post("/v1/completions", json=body | more, headers=headers)
+                async with answer as response:
+                    assert response.status == 200, await response.text()
+                    await response.read()
 
-                async with asyncio.TaskGroup() as tasks:
-                    running = [
-                        tasks.create_task(generate(mine, "one-answer")),
-                        tasks.create_task(generate({"n": 2}, "two-answers")),
-                    ]
-                    while not all(task.done() for task in running):
-                        found = await control.find(names, 120.0)
-                        statuses.append(found.statuses)
-                        steps.append(found.steps)
-                        await asyncio.sleep(0.05)
-                found = await control.find(names, 120.0)
-                statuses.append(found.statuses)
-        finally:
-            control.close()
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(generate(mine, "one-answer")),
+                    tasks.create_task(generate({"n": 2}, "two-answers")),
+                ]
+                while not all(task.done() for task in running):
+                    found = await control.find(names, 120.0)
+                    statuses.append(found.statuses)
+                    steps.append(found.steps)
+                    await asyncio.sleep(0.05)
+            found = await control.find(names, 120.0)
+            statuses.append(found.statuses)
         return statuses, steps
 
-    statuses, steps = asyncio.run(ask())
+    statuses, steps = asked(decode, ask)
     unknown = RequestStatus.UNKNOWN
     assert [RequestStatus.RUNNING] * 2 + [unknown] * 2 in statuses
     assert statuses[-1] == [unknown] * 4
@@ -100,43 +105,32 @@ def test_an_engine_says_which_requests_it_has(deployment: RunningDeployment) -> 
     assert state(decode).incarnation == state(decode).incarnation != ""
 
 
-@pytest.mark.timeout(1200)
 def test_a_prefilled_request_decodes_elsewhere(deployment: RunningDeployment) -> None:
     prompt = "Once upon a time there was a lighthouse. " * 8
     prefill, decode = deployment.deployment.prefill[0], deployment.deployment.decode[0]
-    alone = complete(prefill, prompt=prompt, max_tokens=12)["choices"][0]["text"]
-    mine = {"id": "a" * 32, "hop": 0}
-    asked = {"do_remote_decode": True, "do_remote_prefill": False, "headway": mine}
-    prefilled = complete(prefill, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
-    params = {**prefilled["kv_transfer_params"], "headway": mine}
-    answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
-    assert answer["choices"][0]["text"] == alone
+    alone = text(prefill, prompt)
+    params = prefilled(prefill, prompt, "a" * 32)
+    assert text(decode, prompt, kv_transfer_params=params) == alone
     state_once_free(decode)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_prefill_whose_lease_has_ended_is_computed_anew(deployment: RunningDeployment) -> None:
     """A request that a policy let wait: its blocks may hold another one's tokens by then."""
     prompt = "Once upon a time there was a mountain. " * 8
     prefill, decode = deployment.deployment.prefill[0], deployment.deployment.decode[0]
-    alone = complete(prefill, prompt=prompt, max_tokens=12)["choices"][0]["text"]
+    alone = text(prefill, prompt)
     state_once_free(prefill)
-    mine = {"id": "b" * 32, "hop": 0}
-    asked = {"do_remote_decode": True, "do_remote_prefill": False, "headway": mine}
-    prefilled = complete(prefill, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
-    assert state(prefill).frozen == [mine["id"]]
+    params = prefilled(prefill, prompt, "b" * 32)
+    assert state(prefill).frozen == ["b" * 32]
     state_once_free(prefill)
     url, name = f"{decode.url}/metrics", "vllm:prompt_tokens_by_source_total"
     before = metric_total(url, name, source="local_compute")
-    params = {**prefilled["kv_transfer_params"], "headway": mine}
-    answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
-    assert answer["choices"][0]["text"] == alone
+    assert text(decode, prompt, kv_transfer_params=params) == alone
     assert metric_total(url, name, source="local_compute") - before > 1
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_prefill_whose_lease_is_renewed_is_read_however_late(
     deployment: RunningDeployment,
 ) -> None:
@@ -146,13 +140,10 @@ def test_a_prefill_whose_lease_is_renewed_is_read_however_late(
     for id, busy in (("c" * 32, False), ("d" * 32, True)):
         prompt = f"Once upon a time there was a river, {id[0]}. " * 8
         state_once_free(prefill)
-        mine = {"id": id, "hop": 0}
-        asked = {"do_remote_decode": True, "do_remote_prefill": False, "headway": mine}
-        prefilled = complete(prefill, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
-        params = {**prefilled["kv_transfer_params"], "headway": mine}
+        params = prefilled(prefill, prompt, id)
         for _ in range(8):  # of 5 s: longer than the lease
             time.sleep(5)
-            renewed = renew(prefill, ["unknown", id])
+            renewed = asked(prefill, lambda client, id=id: client.renew(["unknown", id], 120.0))
             assert renewed.ids == [id]
             assert renewed.until > params["remote_blocks_expiry_time"]
             params["remote_blocks_expiry_time"] = renewed.until
@@ -161,12 +152,11 @@ def test_a_prefill_whose_lease_is_renewed_is_read_however_late(
         assert state(prefill).frozen == [id]
         sources = ("local_compute", "external_kv_transfer")
         before = [metric_total(url, name, source=source) for source in sources]
-        answer = complete(decode, prompt=prompt, max_tokens=12, kv_transfer_params=params)
+        answer = text(decode, prompt, kv_transfer_params=params)
         computed, read = (
             metric_total(url, name, source=source) - one
             for source, one in zip(sources, before, strict=True)
         )
         assert computed <= 1 and read > 50
-        alone = complete(prefill, prompt=prompt, max_tokens=12)["choices"][0]["text"]
-        assert answer["choices"][0]["text"] == alone
+        assert answer == text(prefill, prompt)
     state_once_free(prefill)
