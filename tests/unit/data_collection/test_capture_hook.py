@@ -1,11 +1,12 @@
-"""Which rows are due: by a request's own tokens, or for all requests in every k-th step."""
+"""Which rows are due: by a request's own tokens, or for all in every k-th step; and of whom."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data_collection.capture.capture_hook import Cadence, CapturedRows, CaptureHook
-from data_collection.capture.requests import FinishedRequest
+from data_collection.capture.requests import FinishedRequest, parse_request_id
 
 K = 4
 
@@ -103,3 +104,27 @@ def test_a_replay_gives_every_row_of_the_live_run_once(
     found = [int(row) for rows in by_request.rows for row in rows.hidden_states[:, 0]]
     assert found == [prompt + n - 1 for n in range(0, answer, k)], "token p + n, from 1"
     assert generated == {}, "a replay generates nothing that a forecast could be of"
+
+
+tails = st.text("abcdefghijklmnopqrstuvwxyzABCDEF0123456789-_.", min_size=1, max_size=40)
+suffixes = st.text("0123456789abcdef", min_size=8, max_size=8)
+counts = st.integers(0, 10_000)
+
+
+@given(st.sampled_from(["chatcmpl-", "prompt-", "req_"]), tails, st.none() | counts, suffixes)
+def test_the_suffix_is_removed_once_and_children_are_samples(
+    kind: str, tail: str, sample: int | None, suffix: str
+) -> None:
+    child = "" if sample is None else f"{sample}_"
+    assert parse_request_id(f"{child}{kind}{tail}-{suffix}") == (kind + tail, 0, sample or 0)
+
+
+@given(tails, counts, counts, suffixes)
+def test_completions_number_their_prompts(tail: str, prompt: int, sample: int, suffix: str) -> None:
+    internal = f"{sample}_cmpl-{tail}-{prompt}-{suffix}"
+    assert parse_request_id(internal) == (f"cmpl-{tail}", prompt, sample)
+
+
+def test_an_empty_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be empty"):
+        parse_request_id("")
