@@ -9,6 +9,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from reference_simulator import NO_LIMIT, ReferenceConfig, ReferenceResult
 
+from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.routing import Needs, RoutingPolicy
 from rescheduler.routing.heuristics import jsq_tokens
 from rescheduler.simulator.config.simulation_config import (
@@ -157,6 +158,31 @@ def reference_cases(draw: st.DrawFn, /, **fixed: Any) -> tuple[ReferenceConfig, 
     times = [None if revealed else 0.5 * arrival for arrival in arrivals]
     requests = [(time, p, o) for time, (p, o) in zip(times, lengths, strict=False)]
     return ReferenceConfig(capacity=capacity, **chosen), requests
+
+
+@dataclass(frozen=True)
+class InPython(RoutingPolicy):
+    """A compiled policy that the engine has to ask from Python."""
+
+    policy: RoutingPolicy
+
+    name = "in_python"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", self.policy.needs)
+
+    def points(self) -> npt.NDArray[np.int64]:
+        return self.policy.points()
+
+    def assign(self, view: ClusterView) -> Assignment:
+        return self.policy.assign(view)
+
+
+def assert_decided_alike(one: RunResult, other: RunResult) -> None:
+    for field in ("number", "instance", "placed", "end"):
+        np.testing.assert_array_equal(
+            getattr(one.requests, field), getattr(other.requests, field), err_msg=field
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A pool that is served in order, in the simulator."""
+"""A pool that is served in order, and one that accounts share, in the simulator."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig
-from simulated_cases import Requests, engine_setup, reference_cases
+from simulated_cases import (
+    InPython,
+    ListedTrace,
+    Requests,
+    assert_decided_alike,
+    engine_setup,
+    reference_cases,
+)
 
-from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.ordering import ServiceOrder, create_order
-from rescheduler.routing import Needs, RoutingPolicy, create_policy
+from rescheduler.ordering.fairness import OUTPUT_WEIGHT, slack
+from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import read_config
 from rescheduler.simulator.experiments.workers import groups
-from rescheduler.simulator.forecasts.forecast_sources import NoForecast, Oracle
+from rescheduler.simulator.forecasts.forecast_sources import (
+    ForecastSource,
+    KaplanMeier,
+    NoForecast,
+    Oracle,
+)
 from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.simulation import create_candidates, run, run_setup
 
@@ -66,16 +78,6 @@ def test_one_that_has_waited_too_long_holds_back_the_others() -> None:
     assert bounded.index(number) < 100
 
 
-class InPython(RoutingPolicy):
-    """A policy that the engine asks in Python, and what it was shown."""
-
-    name = "in_python"
-    needs = Needs.LOADS
-
-    def assign(self, view: ClusterView) -> Assignment:
-        return create_policy("jsq_load").assign(view)
-
-
 @given(
     reference_cases(drift=(1,)),
     st.sampled_from(
@@ -94,11 +96,8 @@ def test_policies_in_python_are_shown_the_same_order(
     if setup.config.dispatch == "instant":
         return
     compiled = run(setup, create_policy("jsq_load"), 0, order=order)
-    asked = run(setup, InPython(), 0, order=order)
-    for field in ("number", "instance", "placed", "end"):
-        np.testing.assert_array_equal(
-            getattr(compiled.requests, field), getattr(asked.requests, field), err_msg=field
-        )
+    asked = run(setup, InPython(create_policy("jsq_load")), 0, order=order)
+    assert_decided_alike(compiled, asked)
     assert sorted(compiled.requests.number) == list(range(len(requests)))
 
 
@@ -151,21 +150,29 @@ def test_orders_are_compared_and_varied() -> None:
     assert len({cell.key for group in found for cell in group.cells}) == 6
 
 
+AT_ONCE = {"dispatch": "instant", "arrivals": {"kind": "poisson", "rate": 1}}
+FAIR, NOTHING = {"name": "fcfs", "fairness": 0.5}, {"name": "none"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"orders": "shortes"}, "orders.0: no order of service 'shortes'"),
         ({"orders": [{"name": "boost", "gamma": -1}]}, "orders.0: boost: gamma must be above 0"),
         ({"orders": "boost,boost"}, "orders"),
+        (AT_ONCE | {"orders": "boost"}, "orders: with dispatch instant no request waits at the"),
+        (AT_ONCE | {"orders": [FAIR]}, "orders: with dispatch instant no request waits at the"),
+        ({"orders": [FAIR], "policies": "jsq", "forecast": NOTHING}, "fcfs needs forecasts"),
         (
-            {"orders": "boost", "dispatch": "instant", "arrivals": {"kind": "poisson", "rate": 1}},
-            "orders: with dispatch instant no request waits at the router",
+            {"orders": [{"name": "boost", "fairness": 1.5}]},
+            "boost: fairness must be .* at most 1",
         ),
     ],
 )
 def test_orders_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        create_candidates(run_setup(read_config(values)))
+        for candidate in create_candidates(run_setup(read_config(values))).values():
+            run(candidate.setup, candidate.policy, 0, order=candidate.order)
 
 
 def test_an_order_needs_forecasts() -> None:
@@ -173,3 +180,126 @@ def test_an_order_needs_forecasts() -> None:
     with pytest.raises(ValueError, match=r"shortest needs forecasts.*or another order"):
         run(setup, create_policy("jsq"), 0, order=SHORTEST)
     assert run(setup, create_policy("jsq"), 0).requests.number.tolist() == [0]
+
+
+# A pool that accounts share: what each has had decides who goes next.
+
+
+def shared(
+    requests: Requests,
+    clients: list[int],
+    fairness: float,
+    name: str = "fcfs",
+    config: ReferenceConfig = ONE,
+    forecast: ForecastSource | None = None,
+) -> RunResult:
+    setup = engine_setup(config, requests, forecast or Oracle())
+    setup = replace(setup, trace=ListedTrace(requests, clients=clients))
+    return run(setup, create_policy("jsq"), 0, order=create_order(name, fairness=fairness))
+
+
+def senders(result: RunResult) -> list[int]:
+    """Return whose requests were placed, one after the other."""
+    requests = result.requests
+    return requests.client[np.lexsort((requests.number, requests.placed))].tolist()
+
+
+def test_a_flood_does_not_keep_others_out() -> None:
+    requests: Requests = [(0.0, 1, 5)] * 20 + [(0.5, 1, 5)] * 4
+    clients = [0] * 20 + [1] * 4
+    assert senders(shared(requests, clients, 0.0)) == clients
+    assert senders(shared(requests, clients, 1.0))[1:9] == [1, 0, 1, 0, 1, 0, 1, 0]
+    half = senders(shared(requests, clients, 0.5))
+    assert half[:9] == [0, 0, 1, 0, 1, 0, 1, 0, 1], "at most a request ahead"
+
+
+def test_nobody_saves_up_service_for_later() -> None:
+    """The second client comes when the first has been served alone for long."""
+    requests: Requests = [(0.0, 1, 5)] * 40 + [(60.5, 1, 5)] * 10
+    placed = senders(shared(requests, [0] * 40 + [1] * 10, 1.0))
+    assert placed.index(1) in (13, 14)
+    assert placed[14:22].count(1) == 4
+
+
+def test_an_account_pays_for_what_its_requests_have_truly_taken() -> None:
+    """Both have the same forecasts; the first client's requests take ten times as much."""
+    requests: Requests = [(0.0, 1, (40, 4)[i % 2]) for i in range(100)]
+    placed = senders(shared(requests, [i % 2 for i in range(100)], 1.0, forecast=KaplanMeier()))
+    assert placed[:33].count(1) >= 28
+
+
+def test_one_holds_back_others_only_where_it_goes_first() -> None:
+    """The second is long overdue, and has no room until the first has ended at 400 s.
+
+    The second client has had less. Its cheaper request goes first and has no room either; the
+    other one has.
+    """
+    requests: Requests = [(0.0, 500, 400), (1.0, 900, 5), (250.0, 600, 5), (250.0, 50, 100)]
+    config = replace(ONE, slots=4)
+
+    def placed(fairness: float) -> float:
+        result = shared(requests, [0, 0, 1, 1], fairness, "boost", config)
+        return float(result.requests.placed[result.requests.number == 3][0])
+
+    assert placed(0.0) >= 400
+    assert placed(1.0) == 250
+
+
+@given(
+    reference_cases(drift=(1,)),
+    st.sampled_from([0.1, 0.5, 1.0]),
+    st.sampled_from(["fcfs", "boost", "shortest"]),
+)
+def test_one_client_is_served_as_without_fairness(
+    case: tuple[ReferenceConfig, Requests], fairness: float, name: str
+) -> None:
+    config, requests = case
+    setup = engine_setup(config, requests)
+    if setup.config.dispatch == "instant":
+        return
+    plain, fair = (
+        run(setup, create_policy("jsq_load"), 0, order=create_order(name, fairness=amount))
+        for amount in (0.0, fairness)
+    )
+    for field in plain.requests._fields:
+        np.testing.assert_array_equal(
+            getattr(plain.requests, field), getattr(fair.requests, field), err_msg=field
+        )
+
+
+SENT = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 12), st.integers(1, 8), st.integers(0, 3)),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(SENT, st.sampled_from([0.2, 0.5, 0.9, 1.0]))
+def test_whoever_goes_next_is_whom_the_definition_names(
+    sent: list[tuple[int, int, int, int]], fairness: float
+) -> None:
+    """One place, exact forecasts: the accounts are kept here again, placement by placement."""
+    sent.sort(key=lambda request: request[0])
+    clients = [client for *_, client in sent]
+    result = shared([(0.5 * at, p, o) for at, p, o, _ in sent], clients, fairness).requests
+    by_number = np.argsort(result.number)
+    end, placed = result.end[by_number], result.placed[by_number]
+    service = [p + OUTPUT_WEIGHT * o for _, p, o, _ in sent]
+    served, lifted_to = dict.fromkeys(clients, 0.0), 0.0
+    come, gone = 0, set[int]()
+    for number in np.argsort(placed, kind="stable").tolist():
+        now = placed[number]
+        while come < len(sent) and 0.5 * sent[come][0] <= now:
+            client = clients[come]
+            if client not in {clients[i] for i in range(come) if i not in gone}:
+                served[client] = max(served[client], lifted_to)
+            come += 1
+        waiting = [i for i in range(come) if i not in gone]
+        ended = [service[i] for i in gone if end[i] <= now]
+        mean = float(np.mean(ended or [service[i] for i in waiting]))
+        least = min(served[clients[i]] for i in waiting)
+        allowed = least + slack(fairness, 1.0) * mean
+        assert number == next(i for i in waiting if served[clients[i]] <= allowed)
+        lifted_to = max(lifted_to, least)
+        served[clients[number]] += service[number]
+        gone.add(number)

@@ -1,8 +1,9 @@
 """The compiled engine against the plain reference, and what every simulation keeps to."""
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,15 @@ from reference_simulator import ReferenceConfig, reference_run
 from simulated_cases import (
     ByChance,
     ByLength,
+    InPython,
     ListedTrace,
     Requests,
+    assert_decided_alike,
     assert_served_alike,
     engine_setup,
     reference_cases,
 )
 
-from rescheduler.cluster.cluster_view import Assignment, ClusterView
 from rescheduler.routing import RoutingPolicy, create_policy
 from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.routing.policy import kernel_of
@@ -39,29 +41,13 @@ from rescheduler.simulator.forecasts.forecast_sources import (
     Noisy,
     Oracle,
 )
+from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.simulation import Simulation, run, run_setup
 
 Case = tuple[ReferenceConfig, Requests]
 
 
-@dataclass(frozen=True)
-class InPython(RoutingPolicy):
-    """A compiled policy that the engine has to ask from Python."""
-
-    policy: RoutingPolicy
-
-    name = "in_python"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", self.policy.needs)
-
-    def points(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return self.policy.points()
-
-    def assign(self, view: ClusterView) -> Assignment:
-        return self.policy.assign(view)
-
-
+JSQ_LOAD = create_policy("jsq_load")
 POLICIES = ["fcfs", "jsq", "jsq_load", "br0", "round_robin"]
 
 
@@ -91,10 +77,7 @@ def test_a_policy_decides_alike_in_python_and_in_the_engine(case: Case, name: st
     compiled = run(engine_setup(config, requests), policy, seed=0)
     asked = run(engine_setup(config, requests), InPython(policy), seed=0)
     assert kernel_of(policy) is not None and kernel_of(InPython(policy)) is None
-    for field in ("number", "instance", "placed", "end"):
-        np.testing.assert_array_equal(
-            getattr(compiled.requests, field), getattr(asked.requests, field), err_msg=field
-        )
+    assert_decided_alike(compiled, asked)
 
 
 FORECASTS = [
@@ -234,6 +217,29 @@ def test_migrations_that_cannot_be_are_refused() -> None:
         simulation.migrate(0, 0)
 
 
+def served(
+    folder: Path,
+    requests: Requests,
+    cluster: ClusterConfig,
+    step_time: tuple[float, float],
+    policy: RoutingPolicy = JSQ_LOAD,
+    kind: Any = "none",
+) -> RunResult:
+    """Serve requests of unknown lengths, with steps of a + b · new seconds."""
+    rows = "".join(f"{arrival},{prompt},{output}\n" for arrival, prompt, output in requests)
+    (folder / "trace.csv").write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+    config = SimulationConfig(
+        cluster=cluster,
+        clock="independent",
+        prefill=PrefillConfig(kind),
+        step_time={"name": "batch", "a": step_time[0], "b": step_time[1], "c": 0.0},
+        trace={"path": str(folder / "trace.csv"), "requests": len(requests)},
+        arrivals=ArrivalsConfig("trace"),
+        forecast={"name": "none"},
+    )
+    return run(run_setup(config), policy, 0)
+
+
 @pytest.mark.parametrize("kind", ["none", "chunked"])
 def test_prefix_caching_spares_a_preempted_request_what_was_not_overwritten(
     kind: str, tmp_path: Path
@@ -244,20 +250,10 @@ def test_prefix_caching_spares_a_preempted_request_what_was_not_overwritten(
     generated tokens to 30, of which the last is never written: 18 tokens overwrite the second's
     last ones, and it computes as many again in place of 51.
     """
-    trace = tmp_path / "trace.csv"
-    trace.write_text("arrival_s,input_tokens,output_tokens\n0,40,30\n0,40,30\n")
     ends = []
     for prefix_caching in (False, True):
-        config = SimulationConfig(
-            cluster=ClusterConfig(1, 4, 100, prefix_caching=prefix_caching),
-            clock="independent",
-            prefill=PrefillConfig(kind),  # type: ignore[arg-type]
-            step_time={"name": "batch", "a": 0.0, "b": 1.0, "c": 0.0},
-            trace={"path": str(trace), "requests": 2},
-            arrivals=ArrivalsConfig("trace"),
-            forecast={"name": "none"},
-        )
-        result = run(run_setup(config), create_policy("jsq_load"), 0)
+        cluster = ClusterConfig(1, 4, 100, prefix_caching=prefix_caching)
+        result = served(tmp_path, [(0.0, 40, 30)] * 2, cluster, (0.0, 1.0), kind=kind)
         assert result.requests.preemptions.tolist() == [0, 1]
         ends.append(result.requests.end)
     assert ends[0][0] == ends[1][0]
@@ -269,22 +265,12 @@ def test_half_a_block_is_lost_to_each_request(tmp_path: Path) -> None:
 
     40 + 40 tokens become 98, which fits; with the 4 tokens that are lost to each they do not.
     """
-    trace = tmp_path / "trace.csv"
     preempted = {}
-    for block, prompts in ((0, (40, 40)), (8, (40, 40)), (0, (45, 45)), (8, (45, 45))):
-        lines = "".join(f"0,{prompt},10\n" for prompt in prompts)
-        trace.write_text(f"arrival_s,input_tokens,output_tokens\n{lines}")
-        config = SimulationConfig(
-            cluster=ClusterConfig(1, 4, 100, block_tokens=block),
-            clock="independent",
-            step_time={"name": "batch", "a": 0.0, "b": 1.0, "c": 0.0},
-            trace={"path": str(trace), "requests": 2},
-            arrivals=ArrivalsConfig("trace"),
-            forecast={"name": "none"},
-        )
-        result = run(run_setup(config), create_policy("jsq_load"), 0)
+    for block, prompt in ((0, 40), (8, 40), (0, 45), (8, 45)):
+        cluster = ClusterConfig(1, 4, 100, block_tokens=block)
+        result = served(tmp_path, [(0.0, prompt, 10)] * 2, cluster, (0.0, 1.0))
         assert np.isfinite(result.requests.end).all()
-        preempted[block, prompts[0]] = int(result.requests.preemptions.sum())
+        preempted[block, prompt] = int(result.requests.preemptions.sum())
     assert preempted == {(0, 40): 0, (8, 40): 1, (0, 45): 1, (8, 45): 1}
 
 
@@ -299,32 +285,15 @@ def test_half_a_block_is_lost_to_each_request(tmp_path: Path) -> None:
 def test_a_placed_request_is_on_its_way_for_a_while(
     tmp_path: Path, kind: str, slots: int, first_tokens: list[float]
 ) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text("arrival_s,input_tokens,output_tokens\n0,5,3\n0.5,5,3\n10,5,3\n")
-    config = SimulationConfig(
-        cluster=ClusterConfig(1, slots, dispatch_s=0.25),
-        clock="independent",
-        prefill=PrefillConfig(kind),  # type: ignore[arg-type]
-        step_time={"name": "batch", "a": 1.0, "b": 0.0, "c": 0.0},
-        trace={"path": str(trace), "requests": 3},
-        arrivals=ArrivalsConfig("trace"),
-        forecast={"name": "none"},
-    )
-    result = run(run_setup(config), create_policy("jsq_load"), 0)
+    requests: Requests = [(0.0, 5, 3), (0.5, 5, 3), (10.0, 5, 3)]
+    cluster = ClusterConfig(1, slots, dispatch_s=0.25)
+    result = served(tmp_path, requests, cluster, (1.0, 0.0), kind=kind)
     assert result.requests.first_token.tolist() == pytest.approx(first_tokens)
 
 
 def test_a_request_on_its_way_is_waited_for_before_the_next_decision(tmp_path: Path) -> None:
     """The first ends between two decisions, of which the earlier held the second back."""
-    trace = tmp_path / "trace.csv"
-    trace.write_text("arrival_s,input_tokens,output_tokens\n0,60,3\n0,60,3\n")
-    config = SimulationConfig(
-        cluster=ClusterConfig(1, 4, 100, dispatch_s=0.1),
-        clock="independent",
-        step_time={"name": "batch", "a": 0.01, "b": 0.0, "c": 0.0},
-        trace={"path": str(trace), "requests": 2},
-        arrivals=ArrivalsConfig("trace"),
-        forecast={"name": "none"},
-    )
-    result = run(run_setup(config), create_policy("max_capacity", every=0.05), 0)
+    cluster = ClusterConfig(1, 4, 100, dispatch_s=0.1)
+    policy = create_policy("max_capacity", every=0.05)
+    result = served(tmp_path, [(0.0, 60, 3)] * 2, cluster, (0.01, 0.0), policy)
     assert result.requests.end.tolist() == pytest.approx([0.13, 0.28])
