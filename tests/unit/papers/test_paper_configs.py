@@ -1,4 +1,4 @@
-"""The papers' configurations: each is accepted, runs, and orders policies as the pages say."""
+"""The papers' configurations and studies: each runs, and orders policies as the pages say."""
 
 import json
 from copy import deepcopy
@@ -13,10 +13,11 @@ import yaml
 from rescheduler.commands.command_line import main
 from rescheduler.commands.command_parser import run_command
 from rescheduler.papers.studies.barrier_tax import barrier_tax_study, retimed_throughput
+from rescheduler.papers.studies.fairbatching import LoadCurve
 from rescheduler.papers.studies.scaling import fitted_slope, scaling_study
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.experiments.workers import groups
-from rescheduler.simulator.results.metrics import RunResult
+from rescheduler.simulator.results.metrics import RunResult, Summary
 from rescheduler.simulator.simulation import create_policies, run, run_setup
 from rescheduler.simulator.workloads.length_generators import BurstGPTSample, LognormalLengths
 
@@ -227,3 +228,76 @@ def test_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "barrier-tax" in capsys.readouterr().out
     assert main(["papers", "nothing"]) == 2
     assert "unknown name 'nothing'" in capsys.readouterr().err
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """A cluster that is overloaded at its second load, and two systems."""
+    return values_of("fairbatching_node") | {
+        "trace": values_of("fairbatching_node")["trace"] | {"requests": 150},
+        "seeds": 2,
+        "cases": {"one": {}, "two": {"cluster.instances": 2}},
+        "systems": {
+            "Sarathi": {},
+            "fair": {"prefill.formation": "fairbatching", "admission.pab": True},
+        },
+        "baselines": ["Sarathi"],
+        "tuned": {"Sarathi": {"prefill.token_budget": [8, 256]}},
+        "loads": [1.0, 5.0],
+        "case_loads": {"two": [2.0]},
+    } | changes  # fmt: skip
+
+
+def test_systems_are_compared_by_their_peaks(tmp_path: Path) -> None:
+    rows = written(tmp_path, small(), "fairbatching")
+    assert len(rows) == 2 * 3 + 3
+    for row in rows:
+        instances = 2 if row["case"] == "two" else 1
+        offered = row["offered_per_s"]
+        assert 0.5 < offered / (row["load"] * instances) < 1.5
+        assert row["effective"] <= offered
+        assert (row["rejected"] > 0) <= (row["system"] == "fair")
+    out = tmp_path / "out"
+    table = (out / "table.md").read_text()
+    of_one = [line for line in table.splitlines() if line.startswith("| one | Sarathi |")]
+    assert "token_budget 256" in of_one[0], "8 tokens a step starve every prompt"
+    assert "+0.0%" in of_one[0]
+    assert "| one | fair |" in table and "| two | fair | 2 |" in table
+    assert (out / "effective.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_arrivals_of_a_file_are_scaled_to_the_load(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    lines = [f"{0.5 * i},200,20" for i in range(100)]
+    trace.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *lines]) + "\n")
+    changed = small(
+        trace={"path": str(trace)}, arrivals={"kind": "trace"}, cases={"one": {}}, case_loads={}
+    )
+    for row in written(tmp_path, changed, "fairbatching"):
+        assert row["offered_per_s"] == pytest.approx(row["load"])
+
+
+def test_a_peak_is_the_most_over_the_loads() -> None:
+    points = {1.0: 0.9, 2.0: 1.4, 3.0: 1.1}
+    curve = LoadCurve(
+        "case", "system", {}, {x: Summary({"effective": y}, {}, 1) for x, y in points.items()}
+    )
+    assert curve.peak == (1.4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"baselines": ["vLLM"]}, "baselines: 'vLLM' is none of Sarathi, fair"),
+        ({"tuned": {"vLLM": {}}}, "tuned: 'vLLM' is none of"),
+        ({"case_loads": {"three": [1.0]}}, "case_loads: 'three' is none of one, two"),
+        ({"slo": None, "systems": {"Sarathi": {}}}, "slo and baselines"),
+    ],
+)
+def test_what_the_study_cannot_do_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(small(**changes)))
+    assert main(["papers", "fairbatching", "--config", str(path), "--out", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err

@@ -1,13 +1,18 @@
 """The predictors and their checkpoints: shapes, inputs, what loads and what is refused."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from recorded_dataset import D, K, new_session
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from predictor import (
     CheckpointError,
@@ -17,7 +22,8 @@ from predictor import (
     SurvivalMLP,
     load_predictor,
 )
-from predictor.models.hidden_state_mlp import INPUTS, HiddenStateMLP
+from predictor.models.hidden_state_mlp import INPUTS, NO_REPETITION, HiddenStateMLP
+from predictor.models.repetition import repetition
 from predictor.training.row_table import load_rows
 from predictor.training.rows_data_module import request_rows
 
@@ -203,3 +209,83 @@ def test_the_shipped_checkpoints_load_with_their_metrics(name: str, kind: str) -
         assert min(metrics[f] for f in ("mae_regressor", "ibs", "ibs_kaplan_meier")) > 0
         assert {"regressor", "kaplan_meier"} <= set(metrics["comparators"])
         assert set(metrics["coverage"]) == {"50", "80", "90"}
+
+
+class NothingFromPython(TorchDispatchMode):
+    """Refuses tensors made of Python objects, whose values a GPU would copy from the host.
+
+    Every tensor that an operation uses must be known before, or the result of another one.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.known = {id(tensor): tensor for tensor in known}  # kept, so that no id is used twice
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self.known:
+                raise AssertionError(f"{func} uses values from the host: {tensor}")
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.known[id(tensor)] = tensor
+        return result
+
+
+def test_the_shipped_predictor_needs_nothing_of_the_host() -> None:
+    predictor = load_predictor(str(SHIPPED / "smollm2-135m-instruct"))
+    assert isinstance(predictor, SurvivalMLP) and predictor.inputs, "which index the counts"
+    rows = RequestRows(torch.randn(4, predictor.hidden_size), torch.full((4, 6), 7.0))
+    on_device = [rows.hidden_states, rows.numbers, *predictor.parameters(), *predictor.buffers()]
+    with torch.no_grad():
+        expected = predictor.survival(rows)
+        with NothingFromPython(on_device):
+            curves = predictor.survival(rows)
+    torch.testing.assert_close(curves, expected, rtol=0, atol=0)
+
+
+def spelled_out(answer: list[int]) -> tuple[float, float]:
+    seen = answer[-256:]
+    n = len(seen)
+    grams = {end: tuple(seen[end - 3 : end + 1]) for end in range(3, n)}
+    newest = [end for end in grams if end >= n - 64]
+    repeated = [any(grams[e] == grams[end] for e in grams if e < end) for end in newest]
+    suffixes = [
+        length
+        for length in range(1, min(64, n - 1) + 1)
+        if any(
+            seen[end - length + 1 : end + 1] == seen[n - length :]
+            for end in range(length - 1, n - 1)
+        )
+    ]
+    return sum(repeated) / max(1, len(newest)), float(max(suffixes, default=0))
+
+
+loops = st.builds(
+    lambda start, loop, times: start + loop * times,
+    st.lists(st.integers(0, 60_000), max_size=40),
+    st.lists(st.integers(0, 60_000), min_size=1, max_size=90),
+    st.integers(1, 8),
+)
+
+
+@given(st.lists(st.integers(0, 3), max_size=400) | loops)
+def test_it_is_what_its_definition_says(answer: list[int]) -> None:
+    found = repetition(np.array(answer, dtype=np.int64))
+    assert found == pytest.approx(spelled_out(answer))
+
+
+@given(st.lists(st.integers(0, 3), min_size=256, max_size=400), st.lists(st.integers(0, 3)))
+def test_only_the_last_tokens_are_read(answer: list[int], before: list[int]) -> None:
+    tokens = np.array(answer, dtype=np.int64)
+    assert repetition(tokens) == repetition(tokens[-256:])
+    assert repetition(np.array(before + answer, dtype=np.int64)) == repetition(tokens)
+
+
+def test_a_beginning_repeats_nothing_and_a_loop_everything() -> None:
+    for n in range(2):
+        assert repetition(np.arange(n)) == NO_REPETITION
+    assert repetition(np.tile([7, 8, 9], 40)) == (1.0, 64.0)
+    assert repetition(np.arange(300)) == (0.0, 0.0)
