@@ -49,7 +49,8 @@ class RestByAge:
             self._estimate()
         age = np.asarray(ages, dtype=np.float64)
         rest = np.interp(age, self._ages, self._rests)
-        return np.maximum(np.where(age > self._ages[-1], age, rest), 1.0)
+        at_least_one: FloatArray = np.maximum(np.where(age > self._ages[-1], age, rest), 1.0)
+        return at_least_one
 
     def _estimate(self) -> None:
         n = min(self._ended, _KEPT)

@@ -185,9 +185,10 @@ class Victims(SchedulerPart):
         else:
             rests = np.fromiter((r.num_tokens for r in requests), np.float64, n)
         if self._knows:
-            known = self.scheduler.part(KnownForecasts)
-            rests = np.where(np.isnan(means := known.means(requests)), rests, means)
-        return np.maximum(np.minimum(rests, left), 1.0)
+            means = self.scheduler.part(KnownForecasts).means(requests)
+            rests = np.where(np.isnan(means), rests, means)
+        expected: FloatArray = np.maximum(np.minimum(rests, left), 1.0)
+        return expected
 
     def _line_up(self) -> None:
         """Put suspended requests behind all others, but for the one that comes back."""
