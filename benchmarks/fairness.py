@@ -21,7 +21,7 @@ attacked in turn, so that each round pairs them.
 
 Prints the mean over the rounds with half a 95% interval: the honest clients' answers, relative to
 their share of those of ``none``; what the selfish client's latency or answers gain by the claim;
-and the longest stretch for which the proxy's event loop computed.
+and the longest stretch so far for which the proxy's event loop computed: the flood comes last.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ PROFILE, SLOTS, POOL = "h100-llama-8b", 8, 64
 HONEST, EACH, TOKENS = 8, 2, 120
 CHECKPOINT = "checkpoints/smollm2-135m-instruct-prompt"
 HEADER = "X-Same"
-ATTACKS = (*("none", "flood", "asks", "promises", "plain", "filler", "split", "rare", "scrape"),)
+ATTACKS = (*("none", "rare", "scrape", "asks", "promises", "plain", "filler", "split", "flood"),)
 COMPARED = {"promises": "asks", "filler": "plain", "split": "plain"}
 ARMS = ("without", "with")
 WARM_SECONDS = 4.0
@@ -98,7 +98,24 @@ def main() -> None:
     figures: dict[str, float] = {}
     for name, one in estimates.items():
         figures |= {name: one.mean, f"{name}_half": one.half}
+    figures |= _summary(figures)
     write_report("fairness", figures, options.json, rounds=rounds, seconds=seconds)
+
+
+def _summary(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return what accounts are judged by, in percent and milliseconds, of the attacks that ran."""
+    of = {
+        "selfish_gain_promise": ("with_selfish_gain_promises_percent", 0.0),
+        "selfish_gain_filler": ("with_selfish_gain_filler_percent", 0.0),
+        "honest_answers_with_flood": ("with_flood_honest_percent", 100.0),
+        "loop_stall_ms_prompts": ("with_rare_stall_ms", 0.0),
+    }
+    return {
+        f"{name}{half}": figures[f"{key}{half}"] + (0.0 if half else more)
+        for name, (key, more) in of.items()
+        if key in figures
+        for half in ("", "_half")
+    }
 
 
 Results = dict[tuple[str, str], dict[int, dict[str, float]]]
