@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil, isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -16,7 +16,7 @@ from rescheduler.finish_times.load_ahead import ANYWHERE, STEPS, LoadAhead, Queu
 from rescheduler.placement.guarded_policy import longest_prompt
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Placeable, PlacedRequests
+from rescheduler.placement.placeable import Placeable, Placements
 
 logger = logging.getLogger("headway.serve")
 
@@ -83,7 +83,7 @@ class FleetLoad:
         decodes: Sequence[InstanceState],
         usable: Callable[[], Sequence[InstanceState]],
         prefills: Sequence[InstanceState],
-        placements: PlacedRequests[Placeable],
+        placements: Placements[Any],
         in_line: Callable[[], Sequence[Placeable]],
         forecasts: LiveForecasts,
         clock: Callable[[], float],

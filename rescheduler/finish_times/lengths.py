@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Counted
+from rescheduler.placement.placeable import Placeable
 
 logger = logging.getLogger("headway.serve")
 
@@ -41,7 +41,7 @@ class LatelyEnded:
         self._as_they_ended = _Curve()
         self._failed = False
 
-    def ended(self, request: Counted) -> None:
+    def ended(self, request: Placeable) -> None:
         """Learn from a request that has ended by itself."""
         tokens = request.generated_tokens
         if tokens < 1:
@@ -52,12 +52,12 @@ class LatelyEnded:
         if request.expected_tokens is not None:
             self._ratios.add(tokens / max(1, request.expected_tokens), cut)
 
-    def knows(self, request: Counted, forecasts: LiveForecasts) -> bool:
+    def knows(self, request: Placeable, forecasts: LiveForecasts) -> bool:
         """Return whether what is expected of a request is more than an assumption."""
         return forecasts.has(request.external_id) or self._has_learned(request)
 
     def curves(
-        self, requests: Sequence[Counted], forecasts: LiveForecasts, steps: FloatArray
+        self, requests: Sequence[Placeable], forecasts: LiveForecasts, steps: FloatArray
     ) -> FloatArray:
         """Return the probability that each request has more tokens to go than that, [n, n_steps].
 
@@ -79,7 +79,7 @@ class LatelyEnded:
                 self._failed = True
         return survival
 
-    def _learned(self, request: Counted, steps: FloatArray) -> FloatArray:
+    def _learned(self, request: Placeable, steps: FloatArray) -> FloatArray:
         """Return such a probability by what ended lately, [n_steps]."""
         curve, unit, age = self._of(request), _unit(request), request.generated_tokens
         alive = curve.survival((age + steps) / unit) / curve.survival_at(age / unit)
@@ -91,11 +91,11 @@ class LatelyEnded:
         It will be cut as others were: here nothing is made of that.
         """
         if not self._as_they_ended.knows(_ANY):
-            return np.asarray(forecasts.forecast([Counted("to come")]).at(steps)[0])
+            return np.asarray(forecasts.forecast([Placeable("to come")]).at(steps)[0])
         return self._as_they_ended.survival(steps)
 
     def quantiles(
-        self, request: Counted, forecasts: LiveForecasts, levels: tuple[float, ...]
+        self, request: Placeable, forecasts: LiveForecasts, levels: tuple[float, ...]
     ) -> list[float]:
         """Return quantiles of the tokens that a request still has to generate, one a level.
 
@@ -110,20 +110,20 @@ class LatelyEnded:
         ends = [unit * curve.quantile(1.0 - alive * (1.0 - level)) for level in levels]
         return [min(max(1.0, end - age), most) for end in ends]
 
-    def _has_learned(self, request: Counted) -> bool:
+    def _has_learned(self, request: Placeable) -> bool:
         most = _ANY if request.max_tokens is None else request.max_tokens / _unit(request)
         return self._of(request).knows(most)
 
-    def _of(self, request: Counted) -> "_Curve":
+    def _of(self, request: Placeable) -> "_Curve":
         return self._tokens if request.expected_tokens is None else self._ratios
 
 
-def _unit(request: Counted) -> float:
+def _unit(request: Placeable) -> float:
     """Return the tokens that a request's curve counts in."""
     return 1.0 if request.expected_tokens is None else float(max(1, request.expected_tokens))
 
 
-def _left(request: Counted) -> float:
+def _left(request: Placeable) -> float:
     """Return the tokens that a request may still generate."""
     most = request.max_tokens
     return float("inf") if most is None else float(max(1, most - request.generated_tokens))

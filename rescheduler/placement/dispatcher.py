@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Generic, cast
+from typing import Generic
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from rescheduler.placement.guarded_policy import (
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Counted, Decision, Placeable, PlacedRequests, R
+from rescheduler.placement.placeable import Decision, Placeable, Placements, R
 from rescheduler.placement.waiting_line import (
     Background,
     WaitingLine,
@@ -54,7 +54,7 @@ class Dispatcher(Generic[R]):
 
     def __init__(
         self,
-        placements: PlacedRequests[Counted],
+        placements: Placements[R],
         instances: Sequence[InstanceState],
         policy: RoutingPolicy,
         options: ProxyOptions,
@@ -110,7 +110,7 @@ class Dispatcher(Generic[R]):
         """Requests without a decode instance, in the order in which they will get one."""
         before = [one for instance in self._prefills for one in self._placements.on(instance)]
         for_prefill = self._in_order(list(self._for_prefill))[0]
-        return [*self.waiting, *cast(list[R], before), *for_prefill]
+        return [*self.waiting, *before, *for_prefill]
 
     @property
     def usable(self) -> list[InstanceState]:

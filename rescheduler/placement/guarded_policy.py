@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,10 @@ from rescheduler.migration import MigrationPolicy, create_migration_policy
 from rescheduler.ordering import ServiceOrder, create_order
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Counted, Placeable, PlacedRequests
+from rescheduler.placement.placeable import Placeable, Placements, R
 from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy, create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
-
-C = TypeVar("C", bound=Counted)
 
 _ELSEWHERE = -1
 """In place of the index of an instance that is not shown."""
@@ -30,7 +28,7 @@ _MOST_GENERATED = 2**30
 """Of one request, so that sums of many do not overflow."""
 
 
-def running_requests(placements: PlacedRequests[C], instances: Sequence[InstanceState]) -> list[C]:
+def running_requests(placements: Placements[R], instances: Sequence[InstanceState]) -> list[R]:
     """Return the requests on these instances, in the order of `cluster_view`."""
     return [request for instance in instances for request in placements.on(instance)]
 
@@ -44,7 +42,7 @@ def longest_prompt(instances: Sequence[InstanceState]) -> int:
 
 
 def cluster_view(
-    placements: PlacedRequests[Counted],
+    placements: Placements[R],
     instances: Sequence[InstanceState],
     waiting: Sequence[Placeable],
     forecasts: LiveForecasts | None,
@@ -113,7 +111,7 @@ def _longest(instance: InstanceState) -> int:
     return instance.engine.max_model_len if instance.engine else int(UNLIMITED)
 
 
-def _generated(request: Counted) -> int:
+def _generated(request: Placeable) -> int:
     return min(request.generated_tokens, _MOST_GENERATED)
 
 
@@ -301,7 +299,7 @@ class PrefillBudgets:
 
 def guarded_view(
     purpose: Literal["placing", "planning", "page"],
-    placements: PlacedRequests[Counted],
+    placements: Placements[R],
     instances: Sequence[InstanceState],
     waiting: Sequence[Placeable],
     forecasts: LiveForecasts | None,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.openai.openai_request import MOST_TOKENS
-from rescheduler.placement.placeable import Counted, Placeable
+from rescheduler.placement.placeable import Placeable
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import SURVIVAL_SCALE, ForecastBatch
 
@@ -166,7 +166,7 @@ class LiveForecasts:
         """Return whether an engine has made a forecast of the request that it calls so."""
         return name in self._made_by
 
-    def forecast(self, requests: Sequence[Counted]) -> SurvivalForecast:
+    def forecast(self, requests: Sequence[Placeable]) -> SurvivalForecast:
         """Return the forecasts of some requests, [n_requests]."""
         n, names = len(requests), [request.external_id for request in requests]
         tables = list(self._tables.values())
@@ -196,7 +196,7 @@ class LiveForecasts:
         fewest = np.fromiter((r.fewest_tokens - r.generated_tokens for r in requests), float, n)
         return SurvivalForecast(edges, survival, age, left).at_least(fewest)
 
-    def _before_any(self, request: Counted, mean: float) -> tuple[float, float]:
+    def _before_any(self, request: Placeable, mean: float) -> tuple[float, float]:
         """Return the tokens left and the mean of a request that no engine has forecast."""
         most, left = request.max_tokens, np.inf
         if most is not None:

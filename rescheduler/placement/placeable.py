@@ -2,11 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
@@ -55,69 +55,30 @@ class MoveOutcome(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Counted:
-    """A request that counts on the instance that it is on; equal to itself only.
+class Placeable:
+    """A request that counts on its instance, and can be placed and moved; equal to itself only.
 
     Attributes:
         external_id: what engines call it, without what they append.
         prompt_tokens: an estimate until an engine reports the exact number.
-        prompt_is_known: an engine has.
-        fewest_tokens: that it will generate, whatever is forecast.
         max_tokens: most that it may generate, as far as its client said.
         expected_tokens: that it is expected to generate by its prompt; None if nothing is known.
         generated_at_move: tokens when it last moved; None if it has not.
         destination: instance that it is on, or on its way to.
         generating: whether its present instance has generated a token.
-    """
-
-    external_id: str
-    prompt_tokens: int = 0
-    max_tokens: int | None = None
-    expected_tokens: int | None = None
-    generated_at_move: int | None = None
-    destination: InstanceState | None = None
-    generating: bool = False
-    prompt_is_known: bool = False
-    fewest_tokens: int = 0
-    _generated: int = 0
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens generated so far, on all instances."""
-        return self._generated
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of its prompt and generated so far."""
-        return self.prompt_tokens + self.generated_tokens
-
-    @property
-    def was_cut(self) -> bool:
-        """Whether its ``max_tokens`` ends it: its answer would have been longer."""
-        return self.max_tokens is not None and self.generated_tokens >= self.max_tokens
-
-    @property
-    def can_move(self) -> bool:
-        """Whether it can be moved right now."""
-        return False
-
-
-@dataclass(eq=False, slots=True)
-class Placeable(Counted):
-    """A request that can be placed on an instance and moved to another one.
-
-    Attributes:
+        prompt_is_known: an engine has reported the exact number of its prompt's tokens.
+        fewest_tokens: that it will generate, whatever is forecast.
         id: the migration id.
         name: what its client calls it.
         model: that it is for; empty if no instance can be chosen by it.
         movable: whether it can ever move.
         several: whether its tokens cannot be counted as they come, as of several answers.
         answers: that it asks for, to all of its prompts.
+        background: it is served after all that are not.
+        slow_client: its client reads so slowly that its tokens have waited for it.
         instance: that it is on; None while it waits for one.
         on_its_way: its decode instance has not accepted it yet.
         avoid: instances that have just failed it, or turned it away.
-        background: it is served after all that are not.
-        slow_client: its client reads so slowly that its tokens have waited for it.
         arrived: when it came, in seconds on the event loop's clock.
         waiting_since: when it began to wait for a decode instance, likewise.
         finish_by: when it has been promised to finish, likewise; infinite without a promise.
@@ -129,6 +90,15 @@ class Placeable(Counted):
         counted: service that its engine has counted at its end; None if it has not.
     """
 
+    external_id: str
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+    expected_tokens: int | None = None
+    generated_at_move: int | None = None
+    destination: InstanceState | None = None
+    generating: bool = False
+    prompt_is_known: bool = False
+    fewest_tokens: int = 0
     id: str = ""
     name: str = ""
     model: str = ""
@@ -149,7 +119,28 @@ class Placeable(Counted):
     refused: bool = False
     foreseen_tokens: float = 0.0
     counted: float | None = None
+    _generated: int = 0
     _rests_until: float = 0.0
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated so far, on all instances."""
+        return self._generated
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of its prompt and generated so far."""
+        return self.prompt_tokens + self.generated_tokens
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether its ``max_tokens`` ends it: its answer would have been longer."""
+        return self.max_tokens is not None and self.generated_tokens >= self.max_tokens
+
+    @property
+    def can_move(self) -> bool:
+        """Whether it can be moved right now."""
+        return False
 
     def rests(self, now: float) -> bool:
         """Return whether it is not to be moved yet, since its last move did not succeed."""
@@ -251,37 +242,26 @@ class MoveHistory:
 
 
 R = TypeVar("R", bound=Placeable)
-_On = TypeVar("_On", bound=Counted, covariant=True)
 
 Mover = Callable[[R, InstanceState, str], Coroutine[Any, Any, MoveOutcome]]
 """Moves a request to an instance, for a reason; it ends once the request runs there, or stays."""
 
 
-class PlacedRequests(Protocol[_On]):
-    """Which request is on which instance."""
-
-    def on(self, instance: InstanceState) -> Collection[_On]:
-        """Return the requests on an instance, in the order in which they came."""
-
-
-Held = TypeVar("Held", bound=Hashable)
-
-
-class Placements(Generic[Held]):
+class Placements(Generic[R]):
     """The requests on each instance; a request is on one instance at most.
 
     Requests keep this up to date themselves, with each change of their state.
     """
 
     def __init__(self) -> None:
-        self._on: dict[InstanceState, dict[Held, None]] = {}
-        self._at: dict[Held, InstanceState] = {}
+        self._on: dict[InstanceState, dict[R, None]] = {}
+        self._at: dict[R, InstanceState] = {}
 
-    def on(self, instance: InstanceState) -> Collection[Held]:
+    def on(self, instance: InstanceState) -> Collection[R]:
         """Return the requests on an instance, in the order in which they came."""
         return self._on.get(instance, {}).keys()
 
-    def put(self, request: Held, instance: InstanceState | None) -> None:
+    def put(self, request: R, instance: InstanceState | None) -> None:
         """Note where a request is now; None: on no instance."""
         before = self._at.get(request)
         if before is instance:

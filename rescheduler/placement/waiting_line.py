@@ -21,7 +21,7 @@ from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts, corrected
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Counted, Placeable, PlacedRequests, R
+from rescheduler.placement.placeable import Placeable, Placements, R
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
 logger = logging.getLogger("headway.serve")
@@ -289,7 +289,7 @@ class Background(Generic[R]):
 
     def __init__(
         self,
-        placements: PlacedRequests[Counted],
+        placements: Placements[R],
         prefills: Sequence[InstanceState],
         options: BackgroundOptions,
         line: WaitingLine[R] | None,

@@ -13,7 +13,7 @@ from rescheduler.finish_times.lengths import Arrivals, FirstTokens, LatelyEnded,
 from rescheduler.finish_times.promises import Promises
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Counted, Placeable
+from rescheduler.placement.placeable import Placeable
 
 FLEET = Fleet(
     instances=2,
@@ -149,15 +149,15 @@ def test_lengths_are_learnt_with_those_that_were_cut() -> None:
     """Half of the requests end at their limit of 50: nothing says that none is longer."""
     lengths, forecasts = LatelyEnded(), LiveForecasts(None)
     for i in range(100):
-        one = Counted(f"r{i}", max_tokens=50 if i % 2 else 1_000)
+        one = Placeable(f"r{i}", max_tokens=50 if i % 2 else 1_000)
         one._generated = 50 if i % 2 else 10 + 2 * i
         lengths.ended(one)
-    new = Counted("new", max_tokens=1_000)
+    new = Placeable("new", max_tokens=1_000)
     low, median, high = lengths.quantiles(new, forecasts, (0.1, 0.5, 0.9))
     assert low < 50 < median < high <= 206
-    cut = Counted("new", max_tokens=30)
+    cut = Placeable("new", max_tokens=30)
     assert lengths.quantiles(cut, forecasts, (0.9,)) == [30.0]
-    running = Counted("half way", max_tokens=1_000)
+    running = Placeable("half way", max_tokens=1_000)
     running._generated = 100
     (rest,) = lengths.quantiles(running, forecasts, (0.5,))
     assert 100 < 100 + rest < 206, "of those that are longer than 100"
@@ -174,12 +174,12 @@ def ended(name: str, tokens: int, most: int | None = None) -> Placeable:
 
 
 def test_health_checks_of_one_token_do_not_teach_that_answers_have_one() -> None:
-    lengths, forecasts, new = LatelyEnded(), LiveForecasts(None), Counted("new")
+    lengths, forecasts, new = LatelyEnded(), LiveForecasts(None), Placeable("new")
     for i in range(30):
         lengths.ended(ended(f"check-{i}", 1, most=1))
     assert not lengths.knows(new, forecasts), "nobody has seen how long an answer is"
     assert lengths.quantiles(new, forecasts, (0.5,))[0] > 100
-    assert lengths.knows(Counted("another check", max_tokens=1), forecasts)
+    assert lengths.knows(Placeable("another check", max_tokens=1), forecasts)
     for i in range(100):
         lengths.ended(ended(f"r{i}", 100 + i, most=1_000))
     before = lengths.quantiles(new, forecasts, (0.1, 0.5, 0.9))
@@ -192,7 +192,7 @@ def test_an_answer_that_was_cut_says_only_that_answers_are_as_long() -> None:
     forecasts = LiveForecasts(None)
 
     def mean() -> float:
-        return float(forecasts.forecast([Counted("new")]).mean()[0])
+        return float(forecasts.forecast([Placeable("new")]).mean()[0])
 
     first = mean()
     for i in range(1_000):
@@ -206,10 +206,10 @@ def test_an_answer_that_was_cut_says_only_that_answers_are_as_long() -> None:
 def test_forecasts_from_prompts_scale_what_was_learnt() -> None:
     lengths, forecasts = LatelyEnded(), LiveForecasts(None)
     for i in range(100):
-        one = Counted(f"r{i}", expected_tokens=100 + i)
+        one = Placeable(f"r{i}", expected_tokens=100 + i)
         one._generated = 2 * (100 + i)
         lengths.ended(one)
-    new = Counted("new", expected_tokens=400)
+    new = Placeable("new", expected_tokens=400)
     assert lengths.quantiles(new, forecasts, (0.5,)) == [pytest.approx(800.0)]
 
 
