@@ -4,13 +4,16 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Generic
+from itertools import islice
+from math import inf
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.deployment import BackgroundOptions, ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts
@@ -22,12 +25,12 @@ from rescheduler.placement.guarded_policy import (
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Decision, Placeable, Placements, R
+from rescheduler.placement.placeable import Decision, Placements, R
 from rescheduler.placement.waiting_line import (
-    Background,
+    Pool,
     WaitingLine,
     has_leftover,
-    promised_first,
+    still_waiting,
     taken_out,
 )
 from rescheduler.routing.heuristics import JSQLoad
@@ -35,8 +38,156 @@ from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
 Instances = frozenset[InstanceState]
+P = TypeVar("P")
 
 logger = logging.getLogger("headway.serve")
+
+_APART_SECONDS, _LOOK_SECONDS = 0.02, 0.1
+"""Between two looks for room at least, and after which there may be more though nothing ended."""
+_LOOKED_AT = 64
+"""Accounts whose first request is looked at in one look."""
+
+
+class Background(Generic[R]):
+    """Gives background requests the places that all others leave.
+
+    They are looked at when no other request waits, one at a time, in their own order, and as long
+    as there is room. Where another request waits nevertheless, one that runs gives way.
+
+    Args:
+        dispatcher: places all requests.
+        pool: those of background that wait.
+        others: those that wait and are served before.
+        placements: of all requests.
+        prefills: instances that prefill.
+    """
+
+    def __init__(
+        self,
+        dispatcher: "Dispatcher[R]",
+        pool: Pool[R],
+        others: Pool[R],
+        placements: Placements[R],
+        prefills: Sequence[InstanceState],
+        options: BackgroundOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._others = others
+        self._placements = placements
+        self._prefills = prefills
+        self._options = options
+        self._clock = clock
+        self._look: asyncio.TimerHandle | None = None
+        self._due = inf
+        self._looked = -inf
+        self._latest: dict[InstanceState, tuple[R, float]] = {}  # until it has begun
+        self._rests_until: dict[InstanceState, float] = {}
+        self._failed = False
+
+    def began(self, request: R, instance: InstanceState) -> None:
+        r"""Note that a request has begun to generate on an instance, or that it is prefilled there.
+
+        If it is of background, and took t seconds from its place until now, no other one is begun
+        there for :math:`t \,(1 / \text{prefill} - 1)` seconds.
+        """
+        latest = self._latest.get(instance)
+        if latest is not None and latest[0] is request:
+            now = self._clock()
+            rest = (now - latest[1]) * (1.0 / self._options.prefill - 1.0)
+            self._rests_until[instance] = now + rest
+            del self._latest[instance]
+        self.wake()
+
+    def rests(self, instance: InstanceState) -> bool:
+        """Return whether none is to begin on an instance yet, since another one just has."""
+        return self._clock() < self._rests_until.get(instance, -inf)
+
+    def wake(self, seconds: float = 0.0) -> None:
+        """Look for room so many seconds from now, or soon."""
+        if not self._pool.waiting:
+            return
+        when = max(self._clock() + seconds, self._looked + _APART_SECONDS)
+        if self._due <= when:
+            return
+        if self._look is not None:
+            self._look.cancel()
+        self._due = when
+        self._look = asyncio.get_running_loop().call_at(when, self._give_places)
+
+    def give_way(self, instances: Sequence[InstanceState]) -> None:
+        """Have one that runs on any of these instances leave it, unless one is about to.
+
+        That which holds most: so the fewest have to.
+        """
+        on = [request for instance in instances for request in self._placements.on(instance)]
+        running = [request for request in on if request.background]
+        if any(request.gives_way for request in running):
+            return
+        leaving = [request for request in running if request.can_give_way]
+        if leaving:
+            max(leaving, key=lambda request: request.context_tokens).give_way()
+
+    def _give_places(self) -> None:
+        self._due, self._looked = inf, self._clock()
+        try:
+            self._give(self._decode, self._pool.for_decode)
+            self._give(self._prefill, self._pool.for_prefill)
+            self._failed = False
+        except Exception:
+            if not self._failed:
+                logger.exception("background requests wait, since no room can be looked for")
+            self._failed = True
+        self.wake(_LOOK_SECONDS)
+
+    def _give(self, takes: Callable[[R], bool], places: Mapping[R, asyncio.Future[Any]]) -> None:
+        """Give the first that fits a place, as long as there is one and no other request waits."""
+        while not self._others.waiting:
+            firsts = self._firsts(places)
+            taken = next((i for i, request in enumerate(firsts) if takes(request)), None)
+            if taken is None:
+                return
+            self._pool.accounts.passed_over(firsts[:taken])
+
+    def _decode(self, request: R) -> bool:
+        """Give a request a decode instance; return whether it waits no more."""
+        places = self._pool.for_decode
+        instance: InstanceState | None = None
+        with taken_out(request, places):
+            instances = self._dispatcher.with_leftover(request)
+            instance = self._dispatcher.place_by_policy(request, instances) if instances else None
+        if instance is not None:
+            self._latest[instance] = request, self._clock()
+            places.pop(request).set_result(instance)
+        return request not in places
+
+    def _prefill(self, request: R) -> bool:
+        """Give a request a prefill instance; return whether it waits no more."""
+        places = self._pool.for_prefill
+        available = [one for one in self._prefills if one.available and one.serves(request.model)]
+        if not available:
+            places.pop(request).set_result(None)
+            return True
+        idle = [one for one in available if not self._placements.on(one) and not self.rests(one)]
+        # What has been prefilled occupies its prefill instance until it is placed.
+        with taken_out(request, places):
+            if idle and not self._pool.for_decode and self._dispatcher.with_leftover(request):
+                self._pool.accounts.placed(request)
+                request.begin_prefill(idle[0])
+                self._latest[idle[0]] = request, self._clock()
+                places.pop(request).set_result(idle[0])
+        return request not in places
+
+    def _firsts(self, places: Mapping[R, asyncio.Future[Any]]) -> list[R]:
+        """Return the first request of each account: one without room holds back no other client."""
+        waiting = still_waiting(places)
+        if len(waiting) > 1:
+            waiting = self._dispatcher.in_order(self._pool, waiting)[0]
+        firsts: dict[Account, R] = {}
+        for request in waiting:
+            firsts.setdefault(request.account, request)
+        return list(islice(firsts.values(), _LOOKED_AT))
 
 
 class Dispatcher(Generic[R]):
@@ -67,9 +218,10 @@ class Dispatcher(Generic[R]):
         accounts: Accounts | None = None,
         background_accounts: Accounts | None = None,
     ) -> None:
-        self._line = line
         self.accounts = accounts or Accounts(options.accounts)
         self.background_accounts = background_accounts or Accounts(options.accounts)
+        self._pool = Pool(line, self.accounts)
+        self._background_pool = Pool(background_line, self.background_accounts)
         self._placements = placements
         self._policy = policy
         self._step = step
@@ -82,35 +234,31 @@ class Dispatcher(Generic[R]):
         self._budgets = budgets
         self._options = options
         self._clock = clock
-        self._for_prefill: dict[R, asyncio.Future[InstanceState | None]] = {}
-        self._for_decode: dict[R, asyncio.Future[InstanceState]] = {}
         self._all_forecasts = forecasts
         self._background = Background(
+            self,
+            self._background_pool,
+            self._pool,
             placements,
             self._prefills,
             options.background,
-            background_line,
             clock,
-            others_wait=lambda: bool(self._for_decode or self._for_prefill),
-            with_room=self._with_leftover,
-            placed=self._placed_on,
-            accounts=self.background_accounts,
         )
         self._dispatched = 0
-        self._round_due = self._undecided = self._unordered = False
-        self._last_round = -math.inf
+        self._round_due = self._undecided = False
+        self._last_round = -inf
 
     @property
     def waiting(self) -> Sequence[R]:
         """Requests that wait for a decode instance, in the order of service; none of background."""
-        return self._in_order(list(self._for_decode))[0]
+        return self.in_order(self._pool, list(self._pool.for_decode))[0]
 
     @property
     def in_line(self) -> list[R]:
         """Requests without a decode instance, in the order in which they will get one."""
-        before = [one for instance in self._prefills for one in self._placements.on(instance)]
-        for_prefill = self._in_order(list(self._for_prefill))[0]
-        return [*self.waiting, *before, *for_prefill]
+        prefilled = (one for instance in self._prefills for one in self._placements.on(instance))
+        for_prefill = self.in_order(self._pool, list(self._pool.for_prefill))[0]
+        return [*self.waiting, *prefilled, *for_prefill]
 
     @property
     def usable(self) -> list[InstanceState]:
@@ -131,12 +279,12 @@ class Dispatcher(Generic[R]):
     @property
     def waiting_for_prefill(self) -> int:
         """Requests that wait for a prefill instance; none of background."""
-        return len(self._for_prefill)
+        return len(self._pool.for_prefill)
 
     @property
     def waiting_in_background(self) -> int:
         """Background requests that wait for an instance."""
-        return self._background.waiting
+        return self._background_pool.waiting
 
     def admit(self, account: Account) -> None:
         """Refuse a new request of an account when there is no room for it.
@@ -151,10 +299,8 @@ class Dispatcher(Generic[R]):
             raise RequestRefusedError(
                 503, "no decode instance is in service", retry_after=max(1, math.ceil(soonest))
             )
-        waiting = len(self._for_decode) + len(self._for_prefill)
-        if waiting >= self._options.pool and not self.accounts.may_wait(
-            account, self._options.pool
-        ):
+        waiting = self._pool.waiting
+        if self._pool.is_full(account, self._options.pool):
             # A place becomes free about every token time; the pool is this many of them long.
             seconds = min(60, max(1, round(waiting * self._step.seconds)))
             raise RequestRefusedError(
@@ -167,7 +313,11 @@ class Dispatcher(Generic[R]):
         Raises:
             RequestRefusedError: 429 if too many wait, and the account has its share of them.
         """
-        self._background.admit(account)
+        account = self.background_accounts.named(account.name)
+        if self._background_pool.is_full(account, self._options.background.pool):
+            waiting = self._background_pool.waiting
+            message = f"{waiting} background requests wait already; try again later"
+            raise RequestRefusedError(429, message, retry_after=5)
 
     async def take_prefill(self, request: R) -> InstanceState | None:
         """Wait for a place on a prefill instance; `wake` when the request has left it.
@@ -178,23 +328,17 @@ class Dispatcher(Generic[R]):
         Raises:
             RequestRefusedError: 503, no place in time.
         """
-        place: asyncio.Future[InstanceState | None] = asyncio.get_running_loop().create_future()
-        pool = self._background.for_prefill if request.background else self._for_prefill
-        with self._accounts_of(request).waits(request):
-            pool[request] = place
-            self._grant_prefills()
-            self._background.wake()
-            try:
-                async with asyncio.timeout(self._longest_wait(request)):
-                    return await place
-            except BaseException as error:
-                granted = place.done() and not place.cancelled() and place.exception() is None
-                if granted and place.result() is not None:
-                    request.prefill_failed()  # in the very same moment
-                pool.pop(request, None)
-                if isinstance(error, TimeoutError):
-                    raise self._too_long("prefill") from error
-                raise
+        place: asyncio.Future[InstanceState | None] | None = None
+        try:
+            async with self._waits(request, self._pool_of(request).for_prefill, "prefill") as place:
+                self._grant_prefills()
+                self._background.wake()
+                return await place
+        except BaseException:
+            granted = place is not None and place.done() and not place.cancelled()
+            if place is not None and granted and not place.exception() and place.result():
+                request.prefill_failed()  # in the very same moment
+            raise
 
     async def place(self, request: R) -> InstanceState:
         """Wait until the policy gives a request a decode instance; it is counted there then.
@@ -202,19 +346,28 @@ class Dispatcher(Generic[R]):
         Raises:
             RequestRefusedError: 503, none in time, or none that could ever hold the request.
         """
-        place: asyncio.Future[InstanceState] = asyncio.get_running_loop().create_future()
         request.wait(self._clock())
-        pool = self._background.for_decode if request.background else self._for_decode
-        with self._accounts_of(request).waits(request):
-            pool[request] = place
+        async with self._waits(request, self._pool_of(request).for_decode, "decode") as place:
             self.wake()
-            try:
-                async with asyncio.timeout(self._longest_wait(request)):
-                    return await place
-            except TimeoutError as error:
-                raise self._too_long("decode") from error
-            finally:
-                pool.pop(request, None)
+            return await place
+
+    @asynccontextmanager
+    async def _waits(
+        self, request: R, places: dict[R, asyncio.Future[P]], stage: str
+    ) -> AsyncIterator[asyncio.Future[P]]:
+        """Have a request wait for a place while the body runs; refuse it if none comes in time."""
+        place: asyncio.Future[P] = asyncio.get_running_loop().create_future()
+        seconds = self._options.pool_seconds
+        try:
+            with self._pool_of(request).accounts.waits(request):
+                places[request] = place
+                async with asyncio.timeout(None if request.background else seconds):
+                    yield place
+        except TimeoutError as error:
+            message = f"no {stage} instance had room within {seconds:g} s"
+            raise RequestRefusedError(503, message, retry_after=5) from error
+        finally:
+            places.pop(request, None)
 
     def wake(self) -> None:
         """Decide soon, as often as the policy does: a request came or went, or an instance did."""
@@ -237,8 +390,8 @@ class Dispatcher(Generic[R]):
         """Decide once on a made-up cluster, so that no request waits for a compiler."""
         for guarded in (self._decides, self._decides_at_once):
             guarded.policy.assign(crowded_view(len(self._decodes)))
-        if self._line is not None:
-            self._line.compile()
+        if self._pool.line is not None:
+            self._pool.line.compile()
 
     def has_another(self, request: R) -> bool:
         """Return whether an instance is in service that has not failed or turned away a request."""
@@ -359,8 +512,8 @@ class Dispatcher(Generic[R]):
     def _decide(self) -> None:
         self._round_due = False
         self._last_round = self._clock()
-        waiting = [request for request, place in self._for_decode.items() if not place.done()]
-        waiting, alone = self._in_order(waiting)
+        places = self._pool.for_decode
+        waiting, alone = self.in_order(self._pool, still_waiting(places))
         if alone and not self._usable_for(self._lacking(waiting[0].model), self.usable):
             alone = False  # what has its model is out of service: that is no reason for others
         again = waiting[0] if alone and len(waiting) > 1 else None
@@ -368,15 +521,15 @@ class Dispatcher(Generic[R]):
             del waiting[1:]
         for request, instance, decision in self._chosen(waiting, self._decides, self.usable):
             if instance is not None:
-                with taken_out(request, self._for_decode):
+                with taken_out(request, places):
                     self._place_on(request, instance, decision)
-                    self._for_decode.pop(request).set_result(instance)
-        self._refuse_too_large(self._for_decode)
-        self._refuse_too_large(self._background.for_decode)
-        placed = again is not None and again not in self._for_decode
+                    places.pop(request).set_result(instance)
+        self._refuse_too_large(places)
+        self._refuse_too_large(self._background_pool.for_decode)
+        placed = again is not None and again not in places
         if not placed:
             self._have_given_way()
-        if placed or (self._for_decode and self._policy.decide_every() > 0):
+        if placed or (places and self._policy.decide_every() > 0):
             self.wake()  # the others have their turn
         self._grant_prefills()
 
@@ -387,7 +540,7 @@ class Dispatcher(Generic[R]):
         decision: Decision | None,
     ) -> None:
         self._dispatched += 1
-        self._accounts_of(request).placed(request)
+        self._pool_of(request).accounts.placed(request)
         request.place(instance, decision)
         logger.debug(
             "request %s (%s), %d tokens: to %s",
@@ -399,28 +552,28 @@ class Dispatcher(Generic[R]):
         if self._budgets is not None:
             self._budgets.spend(instance, request)
 
-    def _accounts_of(self, request: Placeable) -> Accounts:
-        return self.background_accounts if request.background else self.accounts
+    def _pool_of(self, request: R) -> Pool[R]:
+        return self._background_pool if request.background else self._pool
 
-    def arrived(self, request: Placeable) -> None:
+    def arrived(self, request: R) -> None:
         """Note a request that has just arrived, with its client's account."""
         if request.background:  # what the others leave is nobody's share of theirs
             request.account = self.background_accounts.named(request.account.name)
-        self._accounts_of(request).began(request)
+        self._pool_of(request).accounts.began(request)
 
-    def left(self, request: Placeable, by_itself: bool) -> None:
+    def left(self, request: R, by_itself: bool) -> None:
         """Note that a request has ended, and what it took."""
-        self._accounts_of(request).ended(request, by_itself)
+        self._pool_of(request).accounts.ended(request, by_itself)
 
     def _have_given_way(self) -> None:
         """Have a background request leave for one that has waited while others were placed."""
         rounds = 2 * self._policy.decide_every()
         now = self._clock()
-        waits = (one for one, place in self._for_decode.items() if not place.done())
-        if any(now - one.waiting_since >= rounds for one in waits):
+        waiting = still_waiting(self._pool.for_decode)
+        if any(now - request.waiting_since >= rounds for request in waiting):
             self._background.give_way(self.usable)
 
-    def _with_leftover(self, request: R) -> list[InstanceState]:
+    def with_leftover(self, request: R) -> list[InstanceState]:
         """Return the decode instances on which there is room for a background request."""
         begun = [
             one
@@ -444,7 +597,9 @@ class Dispatcher(Generic[R]):
         left = has_leftover(view, self._options.background)
         return [one for one, has_room in zip(shown, left, strict=True) if has_room]
 
-    def _placed_on(self, request: R, instances: Sequence[InstanceState]) -> InstanceState | None:
+    def place_by_policy(
+        self, request: R, instances: Sequence[InstanceState]
+    ) -> InstanceState | None:
         """Place a background request by the policy on one of these instances, if it wants to."""
         for _, instance, decision in self._chosen([request], self._decides, instances):
             if instance is not None:
@@ -452,21 +607,9 @@ class Dispatcher(Generic[R]):
                 return instance
         return None
 
-    def _in_order(self, waiting: list[R]) -> tuple[list[R], bool]:
+    def in_order(self, pool: Pool[R], waiting: list[R]) -> tuple[list[R], bool]:
         """Return requests in the order of service, and whether the first holds back the others."""
-        try:
-            found = (waiting, False) if self._line is None else self._line.in_order(waiting)
-            if not found[1]:
-                longest = self._options.pool_seconds / 3
-                first = promised_first(found[0], self.accounts, self._clock(), longest)
-                found = first, False
-        except Exception:
-            if not self._unordered:
-                logger.exception("no order by what is known; as they came instead")
-            self._unordered = True
-            return waiting, False
-        self._unordered = self._unordered and not waiting
-        return found
+        return pool.in_order(waiting, self._clock(), self._options.pool_seconds / 3)
 
     def _refuse_too_large(self, waiting: dict[R, asyncio.Future[InstanceState]]) -> None:
         """Refuse what no instance could hold if it were empty, also of those out of service.
@@ -488,16 +631,17 @@ class Dispatcher(Generic[R]):
 
         A request whose model no prefill instance has is prefilled by its decode instance.
         """
-        if not self._for_prefill:
+        places = self._pool.for_prefill
+        if not places:
             return
         most = self._options.prefill_concurrency
         available = _lively([instance for instance in self._prefills if instance.available])
         loads = {instance: len(self._placements.on(instance)) for instance in available}
-        ahead = len(self._for_decode) + sum(loads.values())
+        ahead = len(self._pool.for_decode) + sum(loads.values())
         if available and (ahead >= self._options.ahead or min(loads.values()) >= most):
             return
-        for request in self._in_order(list(self._for_prefill))[0]:
-            place = self._for_prefill[request]
+        for request in self.in_order(self._pool, list(places))[0]:
+            place = places[request]
             having = [one for one in available if one.serves(request.model)]
             if having and not place.done():
                 least = min(having, key=loads.__getitem__)
@@ -508,11 +652,11 @@ class Dispatcher(Generic[R]):
                     continue  # others may go to instances without this model
                 loads[least] += 1
                 ahead += 1
-            with taken_out(request, self._for_prefill):
+            with taken_out(request, places):
                 if having and not place.done():
-                    self._accounts_of(request).placed(request)
+                    self.accounts.placed(request)
                     request.begin_prefill(least)
-                del self._for_prefill[request]
+                del places[request]
                 if not place.done():
                     place.set_result(least if having else None)
 
@@ -523,19 +667,10 @@ class Dispatcher(Generic[R]):
         length may be a guess, and so counts as half of the memory at most.
         """
         engine = instance.engine
-        if engine is None or not self._for_decode:
+        if engine is None or not self._pool.for_decode:
             return True
         needs = min(request.prompt_tokens, instance.kv_capacity // 2)
         return engine.free_blocks * engine.block_size >= needs
-
-    def _longest_wait(self, request: R) -> float | None:
-        return None if request.background else self._options.pool_seconds
-
-    def _too_long(self, what: str) -> RequestRefusedError:
-        seconds = self._options.pool_seconds
-        return RequestRefusedError(
-            503, f"no {what} instance had room within {seconds:g} s", retry_after=5
-        )
 
 
 def _lively(instances: list[InstanceState]) -> list[InstanceState]:

@@ -4,8 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
-from math import inf
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import numpy as np
@@ -21,7 +20,7 @@ from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts, corrected
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Placeable, Placements, R
+from rescheduler.placement.placeable import R
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
 logger = logging.getLogger("headway.serve")
@@ -59,18 +58,6 @@ def promised_first(requests: list[R], accounts: Accounts, now: float, longest: f
     mixed = [one for pair in zip(others, urgent, strict=False) for one in pair]
     n = min(len(others), len(urgent))
     return [*mixed, *urgent[n:], *others[n:]]
-
-
-@contextmanager
-def taken_out(request: R, pool: dict[R, "asyncio.Future[Any]"]) -> Iterator[None]:
-    """Refuse a request where the body fails over it, so that the others of its pool go on."""
-    try:
-        yield
-    except Exception:
-        logger.exception("request %s (%s) cannot be placed; refused", request.id, request.name)
-        place = pool.pop(request, None)
-        if place is not None and not place.done():
-            place.set_exception(RequestRefusedError(500, "the proxy failed; see its log"))
 
 
 class WaitingLine(Generic[R]):
@@ -218,10 +205,67 @@ class WaitingLine(Generic[R]):
         return np.fromiter((known[one] for one in requests), np.float64, len(requests))
 
 
-_APART_SECONDS, _LOOK_SECONDS = 0.02, 0.1
-"""Between two looks for room at least, and after which there may be more though nothing ended."""
-_LOOKED_AT = 64
-"""Accounts whose first request is looked at in one look."""
+@dataclass(eq=False, slots=True)
+class Pool(Generic[R]):
+    """Requests that wait for a prefill instance, and then for a decode one.
+
+    Attributes:
+        line: the order among them; as they come when None.
+        accounts: of their clients.
+        for_prefill: the place that each waits for; None once no prefill instance is in service.
+        for_decode: likewise.
+        unordered: their order has failed.
+    """
+
+    line: WaitingLine[R] | None
+    accounts: Accounts
+    for_prefill: "dict[R, asyncio.Future[InstanceState | None]]" = field(default_factory=dict)
+    for_decode: "dict[R, asyncio.Future[InstanceState]]" = field(default_factory=dict)
+    unordered: bool = False
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self.for_prefill) + len(self.for_decode)
+
+    def is_full(self, account: Account, size: int) -> bool:
+        """Return whether so many wait already, and an account has its share of them."""
+        return self.waiting >= size and not self.accounts.may_wait(account, size)
+
+    def in_order(self, waiting: list[R], now: float, longest: float) -> tuple[list[R], bool]:
+        """Return requests in the order of service, and whether the first holds back the others.
+
+        Those that must start now go first, as far as `promised_first` lets them.
+        """
+        try:
+            ordered = (waiting, False) if self.line is None else self.line.in_order(waiting)
+            if not ordered[1]:
+                ordered = promised_first(ordered[0], self.accounts, now, longest), False
+        except Exception:
+            if not self.unordered:
+                logger.exception("no order by what is known; as they came instead")
+            self.unordered = True
+            return waiting, False
+        self.unordered = self.unordered and not waiting
+        return ordered
+
+
+def still_waiting(places: "Mapping[R, asyncio.Future[Any]]") -> list[R]:
+    """Return the requests that have neither a place nor a refusal."""
+    return [request for request, place in places.items() if not place.done()]
+
+
+@contextmanager
+def taken_out(request: R, pool: dict[R, "asyncio.Future[Any]"]) -> Iterator[None]:
+    """Refuse a request where the body fails over it, so that the others of its pool go on."""
+    try:
+        yield
+    except Exception:
+        logger.exception("request %s (%s) cannot be placed; refused", request.id, request.name)
+        place = pool.pop(request, None)
+        if place is not None and not place.done():
+            place.set_exception(RequestRefusedError(500, "the proxy failed; see its log"))
+
 
 _STEPS_AHEAD = (0, *(2**i for i in range(4, 14)))
 
@@ -267,182 +311,3 @@ def _peaks(view: ClusterView) -> npt.NDArray[np.float64]:
         more = view.waiting_forecast.at(steps)[0] * (waits + steps)
         peaks = np.maximum(peaks, load + more)
     return peaks
-
-
-class Background(Generic[R]):
-    """The background requests that wait for a prefill instance, and then for a decode one.
-
-    They are looked at when no other request waits, one at a time, in their own order, and as long
-    as there is room. Where another request waits nevertheless, one that runs gives way.
-
-    Args:
-        placements: of all requests.
-        prefills: instances that prefill.
-        options: how much of an instance they may use, and how many may wait.
-        line: the order among them; as they come when None.
-        clock: in seconds.
-        others_wait: says whether any other request waits.
-        with_room: returns those decode instances that have room for a request.
-        placed: places a request on one of some decode instances; returns which.
-        accounts: of the clients.
-    """
-
-    def __init__(
-        self,
-        placements: Placements[R],
-        prefills: Sequence[InstanceState],
-        options: BackgroundOptions,
-        line: WaitingLine[R] | None,
-        clock: Callable[[], float],
-        others_wait: Callable[[], bool],
-        with_room: Callable[[R], list[InstanceState]],
-        placed: Callable[[R, Sequence[InstanceState]], InstanceState | None],
-        accounts: Accounts,
-    ) -> None:
-        self._accounts = accounts
-        self.for_prefill: dict[R, asyncio.Future[InstanceState | None]] = {}
-        self.for_decode: dict[R, asyncio.Future[InstanceState]] = {}
-        self._placements = placements
-        self._prefills = prefills
-        self._options = options
-        self._line = line
-        self._clock = clock
-        self._others_wait = others_wait
-        self._with_room, self._placed = with_room, placed
-        self._look: asyncio.TimerHandle | None = None
-        self._due, self._looked = inf, -inf
-        self._latest: dict[InstanceState, tuple[R, float]] = {}  # until it has begun
-        self._rests_until: dict[InstanceState, float] = {}
-        self._failed = self._unordered = False
-
-    @property
-    def waiting(self) -> int:
-        """How many wait."""
-        return len(self.for_prefill) + len(self.for_decode)
-
-    def admit(self, account: Account) -> None:
-        """Refuse a new one of an account when too many wait, and it has its share of them.
-
-        Raises:
-            RequestRefusedError: 429.
-        """
-        account = self._accounts.named(account.name)
-        if self.waiting >= self._options.pool and not self._accounts.may_wait(
-            account, self._options.pool
-        ):
-            message = f"{self.waiting} background requests wait already; try again later"
-            raise RequestRefusedError(429, message, retry_after=5)
-
-    def began(self, request: R, instance: InstanceState) -> None:
-        r"""Note that a request has begun to generate on an instance, or that it is prefilled there.
-
-        If it is of background, and took t seconds from its place until now, no other one is begun
-        there for :math:`t \,(1 / \text{prefill} - 1)` seconds.
-        """
-        latest = self._latest.get(instance)
-        if latest is not None and latest[0] is request:
-            now = self._clock()
-            rest = (now - latest[1]) * (1.0 / self._options.prefill - 1.0)
-            self._rests_until[instance] = now + rest
-            del self._latest[instance]
-        self.wake()
-
-    def rests(self, instance: InstanceState) -> bool:
-        """Return whether none is to begin on an instance yet, since another one just has."""
-        return self._clock() < self._rests_until.get(instance, -inf)
-
-    def wake(self, seconds: float = 0.0) -> None:
-        """Look for room so many seconds from now, or soon."""
-        if not self.waiting:
-            return
-        when = max(self._clock() + seconds, self._looked + _APART_SECONDS)
-        if self._due <= when:
-            return
-        if self._look is not None:
-            self._look.cancel()
-        self._due = when
-        self._look = asyncio.get_running_loop().call_at(when, self._give_places)
-
-    def give_way(self, instances: Sequence[InstanceState]) -> None:
-        """Have one that runs on any of these instances leave it, unless one is about to.
-
-        That which holds most: so the fewest have to.
-        """
-        on = [one for instance in instances for one in self._placements.on(instance)]
-        running = [one for one in on if isinstance(one, Placeable) and one.background]
-        if any(one.gives_way for one in running):
-            return
-        leaving = [one for one in running if one.can_give_way]
-        if leaving:
-            max(leaving, key=lambda one: one.context_tokens).give_way()
-
-    def _give_places(self) -> None:
-        self._due, self._looked = inf, self._clock()
-        try:
-            self._give_decode_places()
-            self._give_prefill_places()
-            self._failed = False
-        except Exception:
-            if not self._failed:
-                logger.exception("background requests wait, since no room can be looked for")
-            self._failed = True
-        self.wake(_LOOK_SECONDS)
-
-    def _give_decode_places(self) -> None:
-        while not self._others_wait() and self._give_one(self._decode, self.for_decode):
-            pass
-
-    def _give_one(self, takes: Callable[[R], bool], pool: Mapping[R, asyncio.Future[Any]]) -> bool:
-        """Give the first that fits a place; return whether there is one."""
-        firsts = self._firsts(pool)
-        for i, request in enumerate(firsts):
-            if takes(request):
-                self._accounts.passed_over(firsts[:i])
-                return True
-        return False
-
-    def _decode(self, request: R) -> bool:
-        """Give a request a decode instance; return whether it waits no more."""
-        instance: InstanceState | None = None
-        with taken_out(request, self.for_decode):
-            instances = self._with_room(request)
-            instance = self._placed(request, instances) if instances else None
-        if instance is not None:
-            self._latest[instance] = request, self._clock()
-            self.for_decode.pop(request).set_result(instance)
-        return request not in self.for_decode
-
-    def _give_prefill_places(self) -> None:
-        while not self._others_wait() and self._give_one(self._prefill, self.for_prefill):
-            pass
-
-    def _prefill(self, request: R) -> bool:
-        """Give a request a prefill instance; return whether it waits no more."""
-        available = [one for one in self._prefills if one.available and one.serves(request.model)]
-        if not available:
-            self.for_prefill.pop(request).set_result(None)
-            return True
-        idle = [one for one in available if not self._placements.on(one) and not self.rests(one)]
-        # What has been prefilled occupies its prefill instance until it is placed.
-        with taken_out(request, self.for_prefill):
-            if idle and not self.for_decode and self._with_room(request):
-                self._accounts.placed(request)
-                request.begin_prefill(idle[0])
-                self._latest[idle[0]] = request, self._clock()
-                self.for_prefill.pop(request).set_result(idle[0])
-        return request not in self.for_prefill
-
-    def _firsts(self, pool: Mapping[R, asyncio.Future[Any]]) -> list[R]:
-        """Return the first request of each account: one without room holds back no other client."""
-        waiting = [request for request, place in pool.items() if not place.done()]
-        if self._line is not None and len(waiting) > 1:
-            try:
-                waiting = self._line.in_order(waiting)[0]
-            except Exception:
-                if not self._unordered:
-                    logger.exception("no order of background requests; as they came instead")
-                self._unordered = True
-        firsts: dict[Account, R] = {}
-        for request in waiting:
-            firsts.setdefault(request.account, request)
-        return list(islice(firsts.values(), _LOOKED_AT))

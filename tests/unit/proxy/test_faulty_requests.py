@@ -16,12 +16,12 @@ from rescheduler.finish_times.finish_times import FinishTimes
 from rescheduler.finish_times.lengths import LatelyEnded
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, RequestRefusedError
 from rescheduler.openai.request_reader import read_forwarded, read_request
-from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.dispatcher import Background, Dispatcher
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placeable
 from rescheduler.placement.stream_watch import StreamWatch
-from rescheduler.placement.waiting_line import Background, WaitingLine
+from rescheduler.placement.waiting_line import WaitingLine
 from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.token_relay import TokenRelay
 
@@ -33,7 +33,7 @@ STEPS = [
     (LatelyEnded, "curves"),
     (WaitingLine, "_expected_left"),
     (WaitingLine, "ended"),
-    (Dispatcher, "_with_leftover"),
+    (Dispatcher, "with_leftover"),
     (Dispatcher, "_place_on"),
     (Background, "began"),
     (LiveRequest, "begin_prefill"),

@@ -176,7 +176,7 @@ async def test_what_one_peer_asks_for_leaves_room_for_what_others_ask_for(
         await until(lambda: dispatcher.waiting_for_prefill >= 7)
         stream = asyncio.create_task(it.proxies[0].answered(5))
         own = link_of(it.proxies[0]).session
-        await until(lambda: any(one.session == own for one in dispatcher._for_prefill))
+        await until(lambda: any(one.session == own for one in dispatcher._pool.for_prefill))
         assert dispatcher.waiting_for_prefill <= 16, "no more than the pool, and the share of each"
         await greedy.says(2, whole=True)
         it.engines["prefill-0"].answers_late = False
