@@ -87,10 +87,30 @@ class CoordinatorSilentError(RuntimeError):
 class _Ask:
     """A place that a request waits for."""
 
+    ticket: int
     request: LiveRequest
     for_prefill: bool
     since: float
     place: "asyncio.Future[InstanceState | None]"
+
+
+@dataclass(eq=False, slots=True)
+class _Followed:
+    """A request of which the coordinator knows, or hears next.
+
+    Attributes:
+        handle: its number in this session.
+        ask: for the place that it waits for; None if it waits for none.
+        moving: the hop of an order to move it that is carried out; None if none is.
+        tokens: that it had as it was last reported; None before.
+        can_move: whether it could then.
+    """
+
+    handle: int
+    ask: _Ask | None = None
+    moving: int | None = None
+    tokens: int | None = None
+    can_move: bool = False
 
 
 class Link:
@@ -137,17 +157,13 @@ class Link:
         self._awaited = True
         self._sent = self._handles = self._tickets = 0
         self._whole = True
-        self._requests: dict[LiveRequest, int] = {}
+        self._requests: dict[LiveRequest, _Followed] = {}
         self._by_handle: dict[int, LiveRequest] = {}
         self._asks: dict[int, _Ask] = {}
-        self._asking: dict[LiveRequest, int] = {}
-        self._moving: dict[LiveRequest, int] = {}
         self._changed: dict[LiveRequest, None] = {}
         self._ended: list[Ended] = []
         self._moves: list[MoveEnded] = []
         self._failures: list[Failure] = []
-        self._told: dict[LiveRequest, int] = {}
-        self._told_movable: dict[LiveRequest, bool] = {}
 
     @property
     def alive(self) -> bool:
@@ -182,11 +198,12 @@ class Link:
             RequestRefusedError: it refuses the request.
         """
         self._tickets += 1
-        ticket = self._tickets
         place: asyncio.Future[InstanceState | None] = asyncio.get_running_loop().create_future()
-        self._asks[ticket] = _Ask(request, for_prefill, self._clock(), place)
-        self._asking[request] = ticket
+        ask = _Ask(self._tickets, request, for_prefill, self._clock(), place)
+        self._asks[ask.ticket] = ask
         self.changed(request)
+        if (followed := self._requests.get(request)) is not None:
+            followed.ask = ask
         try:
             return await place
         except asyncio.CancelledError:
@@ -194,7 +211,11 @@ class Link:
                 request.prefill_failed()  # granted in the very same moment
             raise
         finally:
-            self._withdraw(ticket)
+            del self._asks[ask.ticket]
+            followed = self._requests.get(request)
+            if followed is not None and followed.ask is ask:
+                followed.ask = None
+            self.changed(request)
 
     def changed(self, request: LiveRequest) -> None:
         """Note that a request has changed."""
@@ -202,20 +223,18 @@ class Link:
             if request.ended:
                 return
             self._handles += 1
-            self._requests[request] = self._handles
+            self._requests[request] = _Followed(self._handles)
             self._by_handle[self._handles] = request
         self._changed[request] = None
         self._wake()
 
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Note that a request is over."""
-        handle = self._requests.pop(request, None)
+        followed = self._requests.pop(request, None)
         self._changed.pop(request, None)
-        self._told.pop(request, None)
-        self._told_movable.pop(request, None)
-        if handle is not None:
+        if followed is not None:
+            handle, tokens = followed.handle, _tokens(request.generated_tokens)
             del self._by_handle[handle]
-            tokens = _tokens(request.generated_tokens)
             self._ended.append(Ended(handle, by_itself, tokens, request.refused, request.counted))
             self._wake()
 
@@ -226,11 +245,11 @@ class Link:
 
     def moved(self, request: LiveRequest, ended: MoveOutcome) -> None:
         """Note how an order to move a request ended."""
-        hop = self._moving.pop(request)
-        handle = self._requests.get(request)
-        if handle is not None:
+        followed = self._requests.get(request)
+        if followed is not None and followed.moving is not None:
             pause = None if ended.pause is None else min(ended.pause, _LONGEST_SECONDS)
-            self._moves.append(MoveEnded(handle, hop, ended.outcome, pause))
+            self._moves.append(MoveEnded(followed.handle, followed.moving, ended.outcome, pause))
+            followed.moving = None
             self.changed(request)
 
     def receive(self, notice: Notice) -> None:
@@ -335,22 +354,19 @@ class Link:
         That also changes without their state: when clients read slowly, or answers turn out to be
         such that no other instance can go on with them.
         """
-        for request in self._requests:
-            if self._told_movable.get(request, False) != self._can_move(request):
+        for request, followed in self._requests.items():
+            if followed.can_move != (request.can_move and followed.moving is None):
                 self._changed[request] = None
-
-    def _can_move(self, request: LiveRequest) -> bool:
-        return request.can_move and request not in self._moving
 
     def _grown(self) -> tuple[list[int], list[int]]:
         """Return the handles of requests that have more tokens than were reported, and how many."""
         handles, tokens = [], []
-        for request, handle in self._requests.items():
+        for request, followed in self._requests.items():
             if request.generating:
                 generated = _tokens(request.generated_tokens)
-                if self._told.get(request) != generated:
-                    self._told[request] = generated
-                    handles.append(handle)
+                if followed.tokens != generated:
+                    followed.tokens = generated
+                    handles.append(followed.handle)
                     tokens.append(generated)
         return handles, tokens
 
@@ -365,16 +381,16 @@ class Link:
         return records
 
     def _record(self, request: LiveRequest) -> Record:
-        ticket = self._asking.get(request, 0)
-        ask = self._asks.get(ticket)
+        followed = self._requests[request]
+        ask, moving = followed.ask, followed.moving is not None
         unreachable = {one for one in self._instances if not one.breaker.closed}
-        can_move = self._told_movable[request] = self._can_move(request)
+        followed.can_move = request.can_move and not moving
         return Record(
-            handle=self._requests[request],
+            handle=followed.handle,
             id=request.id,
             name=request.name,
             external_id=request.external_id,
-            ticket=ticket,
+            ticket=ask.ticket if ask is not None else 0,
             for_prefill=ask is not None and ask.for_prefill,
             waited=min(self._clock() - ask.since, _LONGEST_SECONDS) if ask is not None else 0.0,
             instance=self._where(request.instance),
@@ -386,8 +402,8 @@ class Link:
             max_tokens=_tokens_if_any(request.max_tokens),
             movable=request.movable,
             several=request.several,
-            can_move=can_move,
-            moving=request in self._moving,
+            can_move=followed.can_move,
+            moving=moving,
             generating=request.generating,
             on_its_way=request.on_its_way,
             avoid=sorted(self._index[one] for one in request.avoid | unreachable),
@@ -401,12 +417,6 @@ class Link:
 
     def _where(self, instance: InstanceState | None) -> int:
         return NOWHERE if instance is None else self._index[instance]
-
-    def _withdraw(self, ticket: int) -> None:
-        ask = self._asks.pop(ticket)
-        if self._asking.get(ask.request) == ticket:
-            del self._asking[ask.request]
-        self.changed(ask.request)
 
     def _check(self, notice: Notice) -> None:
         n = len(self._instances)
@@ -434,7 +444,8 @@ class Link:
             return
         if instance is not None and instance.instance.role != role:
             return
-        del self._asking[ask.request]
+        if (followed := self._requests.get(ask.request)) is not None:
+            followed.ask = None
         if instance is not None:
             (ask.request.begin_prefill if ask.for_prefill else ask.request.place)(instance)
         ask.place.set_result(instance)
@@ -445,8 +456,9 @@ class Link:
         source, target = self._at(order.source), self._at(order.target)
         if request is None:
             return
+        followed = self._requests[request]
         if (
-            request in self._moving
+            followed.moving is not None
             or request.hop != order.hop
             or request.instance is not source
             or target is None
@@ -456,7 +468,7 @@ class Link:
         ):
             self._moves.append(MoveEnded(order.handle, order.hop, "refused"))
             return
-        self._moving[request] = order.hop
+        followed.moving = order.hop
         self._carry_out(request, target, order.why)
         self.changed(request)
 
