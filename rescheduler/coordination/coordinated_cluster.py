@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rescheduler.coordination.link import CoordinatorSilentError, Link
-from rescheduler.coordination.link_socket import LinkSocket
+from rescheduler.coordination.link import CoordinatorSilentError, Link, LinkSocket
 from rescheduler.coordination.messages import RefusedMessages
 from rescheduler.engines.deployment import Deployment, ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError

@@ -21,7 +21,7 @@ from data_collection.versions import (
     vllm_version,
 )
 from rescheduler.doctor.forecast_screen import forecast_screen
-from rescheduler.telemetry.first_snapshot import first_snapshot
+from rescheduler.telemetry.subscriber import first_snapshot
 
 _STATES = ("linear_attention", "mamba", "conv", "recurrent")
 _PATTERNS = ("layer_types", "layers_block_type", "hybrid_override_pattern")

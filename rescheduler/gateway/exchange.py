@@ -1,11 +1,19 @@
-"""One HTTP exchange: where its request goes, and what its answer says until it ends."""
+"""A gateway's requests: where each goes, and what its answer says until it ends."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack
+import ipaddress
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
+import msgspec
+
+from rescheduler.engines.deployment import DeploymentError, Instance
 from rescheduler.gateway.messages import (
     Body,
     Event,
@@ -14,17 +22,345 @@ from rescheduler.gateway.messages import (
     ProtocolError,
     Trailers,
 )
-from rescheduler.gateway.running_requests import EngineAnswer, RunningRequests
-from rescheduler.openai.body_memory import KeptBody
+from rescheduler.openai.body_memory import BodyMemory, KeptBody
 from rescheduler.openai.openai_request import (
     CHAT,
     COMPLETIONS,
     FORWARDED,
+    MOST_TOKENS,
+    ClientRequest,
     RequestRefusedError,
     given_name,
 )
+from rescheduler.openai.openai_stream import DONE, Chunk, read_chunk
 from rescheduler.openai.request_reader import read_forwarded, read_request
+from rescheduler.placement.account import Account
+from rescheduler.placement.cluster import Cluster
+from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.upstream import EngineFullError, EngineRefusedError, UpstreamError
+
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_LARGEST_EVENT = 256 << 10
+
+
+class EventStream:
+    """Cuts a byte stream into server-sent events, wherever its packets end.
+
+    An event that is incomplete when it is too large is left out. Every byte is searched once, so
+    that it does not matter how small the packets are.
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._left_out = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the events that are complete by now, without the blank lines that end them."""
+        rest, events, start = self._rest, [], 0
+        unsearched = max(0, len(rest) - 2)  # a blank line may have begun there
+        rest += data
+        while (end := _BLANK_LINE.search(rest, unsearched)) is not None:
+            if not self._left_out:
+                events.append(bytes(rest[start : end.start()]))
+            self._left_out = False
+            start = unsearched = end.end()
+        del rest[:start]
+        if len(rest) > _LARGEST_EVENT:
+            self._left_out = True
+            del rest[:-2]
+        return events
+
+
+# In JSON a quote inside a string is escaped, so that this finds keys only.
+_COUNTED = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
+_TAIL = 4 << 10
+"""Bytes at the end of an answer, in which it says how many tokens it has."""
+
+
+class TokenCount:
+    """Counts the tokens of one answer.
+
+    A stream's chunk is a token for each choice, unless it says more exactly. An event of another
+    shape is a token, unless its name says that it adds nothing; such a stream says in its last
+    events how many it has, as a document does at its end. What cannot be read is not counted, and
+    never an error: the answer is the client's.
+
+    Args:
+        events: the answer is a stream of events, not a document.
+        chunks: its events are chunks of completions or of a chat.
+    """
+
+    def __init__(self, events: bool, chunks: bool) -> None:
+        self.tokens = 0
+        self._chunks = chunks
+        self._stream = EventStream() if events else None
+        self._tail = b""
+
+    def add(self, data: bytes) -> None:
+        """Take the next bytes."""
+        if self._stream is None or not self._chunks:
+            self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
+        if self._stream is not None:
+            for event in self._stream.feed(data):
+                self._count(event)
+
+    def end(self) -> None:
+        """Take what an answer says of itself at its end."""
+        found = _COUNTED.findall(self._tail)
+        if found:
+            self.tokens = max(self.tokens, min(int(found[-1]), MOST_TOKENS))
+
+    def _count(self, event: bytes) -> None:
+        name, payload = _fields(event)
+        if not payload or payload == DONE:
+            return
+        if not self._chunks:
+            self.tokens += _adds_text(name)
+            return
+        try:
+            chunk = read_chunk(payload)
+        except msgspec.DecodeError:
+            return
+        self.tokens += _tokens(chunk)
+        said = (chunk.usage or {}).get("completion_tokens")
+        if isinstance(said, int) and self.tokens < said <= MOST_TOKENS:
+            self.tokens = said
+
+
+def _fields(event: bytes) -> tuple[bytes, bytes]:
+    """Return the name of an event, empty if it has none, and its data."""
+    name, payload = b"", []
+    for line in event.splitlines():
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            payload.append(value.removeprefix(b" "))
+        elif field == b"event":
+            name = value.strip()
+    return name, b"\n".join(payload)
+
+
+def _adds_text(name: bytes) -> bool:
+    """Whether an event carries text: ``content_block_delta``, ``response.output_text.delta``."""
+    return not name or (name.endswith(b"delta") and name != b"message_delta")
+
+
+def _tokens(chunk: Chunk) -> int:
+    """Return the tokens of a chunk; that of a chat's role, which comes first, has none."""
+    tokens = 0
+    for choice in chunk.choices:
+        delta = choice.delta
+        if choice.token_ids is not None:
+            tokens += len(choice.token_ids)
+        elif delta is None or delta.role is None or delta.content or choice.finish_reason:
+            tokens += 1
+    return tokens
+
+
+class EngineAnswer:
+    """What the headers of an answer say, and how many tokens its body has brought.
+
+    Attributes:
+        failed: a server's error, of the engine or of the gateway that does not reach it.
+    """
+
+    def __init__(self, head: Head, path: str) -> None:
+        status = head.headers.get(":status", "")
+        self.ok, self.failed = status == "200", status.startswith("5")
+        kind = head.headers.get("content-type", "")
+        events = kind.lower().startswith("text/event-stream")
+        self._count = TokenCount(events, chunks=path in (COMPLETIONS, CHAT)) if self.ok else None
+
+    def add(self, data: bytes, ends: bool) -> int:
+        """Take the next bytes; return how many tokens the answer has by now."""
+        if self._count is None:
+            return 0
+        self._count.add(data)
+        if ends:
+            self._count.end()
+        return self._count.tokens
+
+
+logger = logging.getLogger("headway.serve")
+
+_REST_SECONDS = 0.5
+
+
+class Suspects:
+    """Asks an engine itself whether it works, when a request's end makes that doubtful.
+
+    The picker sees neither why a stream was cut, which the client may have done, nor whether an
+    error is the request's own fault. So neither counts against an engine; the check does. It is
+    made once at a time and at most every half second, whatever clients do.
+    """
+
+    def __init__(self, cluster: Cluster[LiveRequest]) -> None:
+        self._cluster = cluster
+        self._checked: set[InstanceState] = set()
+
+    def cut(self, instance: InstanceState) -> None:
+        """Note that an answer ended before its time: ask for the engine's health."""
+        self._check(instance, self._cluster.prober.probe)
+
+    def erred(self, instance: InstanceState) -> None:
+        """Note that a request was answered with a server's error: have one token generated."""
+        self._check(instance, self._generate)
+
+    def _check(
+        self,
+        instance: InstanceState,
+        check: Callable[[InstanceState], Coroutine[Any, Any, None]],
+    ) -> None:
+        if not instance.breaker.closed or instance in self._checked:
+            return
+        self._checked.add(instance)
+
+        async def run() -> None:
+            try:
+                await check(instance)
+                await asyncio.sleep(_REST_SECONDS)
+            finally:
+                self._checked.discard(instance)
+
+        self._cluster.background(run())
+
+    async def _generate(self, instance: InstanceState) -> None:
+        try:
+            model = self._cluster.deployment.served_name
+            await self._cluster.upstream.generate_one(instance.instance, model)
+        except (EngineFullError, RequestRefusedError):
+            return
+        except (UpstreamError, EngineRefusedError) as error:
+            if isinstance(error, UpstreamError) and not (error.answered or error.gone):
+                return  # it is late: its evidence says whether it lives
+            if instance.breaker.failed(asyncio.get_running_loop().time(), certain=True):
+                logger.warning("%s; out of service", error)
+
+
+_PORTS = {"http": 80, "https": 443}
+
+
+class Endpoints:
+    """The ``ip:port`` of each engine, and which engines a gateway allows for a request.
+
+    Raises:
+        DeploymentError: an engine's url has a name in place of an address.
+    """
+
+    def __init__(self, instances: Iterable[InstanceState]) -> None:
+        self._of: Mapping[InstanceState, str] = {one: _endpoint(one.instance) for one in instances}
+
+    def of(self, instance: InstanceState) -> str:
+        """Return the ``ip:port`` of an engine, an IPv6 address in brackets."""
+        return self._of[instance]
+
+    def outside(self, subset: frozenset[str] | None) -> frozenset[InstanceState]:
+        """Return the engines that a request must not go to, of which its gateway allows these."""
+        if subset is None:
+            return frozenset()
+        return frozenset(one for one, endpoint in self._of.items() if endpoint not in subset)
+
+
+def nowhere_to_go() -> RequestRefusedError:
+    """Return the refusal of a request that no engine in service may serve."""
+    return RequestRefusedError(503, "no engine in service may serve this request", retry_after=1)
+
+
+def _endpoint(instance: Instance) -> str:
+    parts = urlsplit(instance.url)
+    try:
+        address = ipaddress.ip_address(parts.hostname or "")
+    except ValueError as error:
+        raise DeploymentError(
+            f"{instance.name}: url: {instance.url}: a gateway is told addresses, not names; "
+            "write the engine's IP address"
+        ) from error
+    host = f"[{address}]" if address.version == 6 else str(address)
+    return f"{host}:{parts.port or _PORTS[parts.scheme]}"
+
+
+class RunningRequests:
+    """Places requests, and knows of each where it is and how many tokens it has.
+
+    Attributes:
+        bodies: the memory of all that are being read.
+        body_seconds: for which a body may be incomplete.
+    """
+
+    def __init__(self, cluster: Cluster[LiveRequest]) -> None:
+        options = cluster.deployment.proxy
+        self._cluster, self.dispatcher = cluster, cluster.dispatcher
+        self.accounts = cluster.accounts
+        self.endpoints, self.suspects = Endpoints(cluster.all), Suspects(cluster)
+        self.bodies = BodyMemory(options.largest_body_mb, options.bodies_mb, share=1.0)
+        self.body_seconds = options.body_seconds
+
+    @contextmanager
+    def begun(
+        self, client: ClientRequest, name: str | None, account: Account
+    ) -> Iterator[LiveRequest]:
+        """Count a request that has just arrived, without its body, until it ends somehow."""
+        id = uuid.uuid4().hex
+        now = asyncio.get_running_loop().time()
+        client = replace(client, body={}, direct=client.direct or "gateway")
+        request = LiveRequest(id, name or id, client, {}, now, None, self._cluster.placements)
+        request.account = account
+        self._cluster.began(request)
+        try:
+            yield request
+        finally:
+            self.end(request, None)
+
+    async def place(self, request: LiveRequest, subset: frozenset[str] | None) -> InstanceState:
+        """Wait until the policy gives a request an engine, where it counts then; or refuse it."""
+        request.avoid = self.endpoints.outside(subset)
+        if not self.dispatcher.has_another(request):
+            raise nowhere_to_go()
+        instance = await self.dispatcher.place(request)
+        if instance in request.avoid:  # meanwhile the others have left service
+            raise nowhere_to_go()
+        return instance
+
+    def any_instance(self, subset: frozenset[str] | None) -> InstanceState:
+        """Return an engine in service for what is no work: the one with the fewest requests."""
+        outside = self.endpoints.outside(subset)
+        usable = [one for one in self.dispatcher.usable if one not in outside]
+        if not usable:
+            raise nowhere_to_go()
+        return min(usable, key=lambda instance: len(self._cluster.placements.on(instance)))
+
+    def answered(self, request: LiveRequest, answer: EngineAnswer) -> None:
+        """Note an engine's answer to a request, of which the headers have come."""
+        assert request.instance is not None
+        if answer.failed:
+            self.suspects.erred(request.instance)
+        elif answer.ok:
+            request.accepted()
+        else:
+            request.refused = True
+
+    def generated(self, request: LiveRequest, total: int) -> None:
+        """Note how many tokens a request has by now, unless more were known already."""
+        instance, tokens = request.instance, total - request.generated_tokens
+        if tokens <= 0 or instance is None:
+            return
+        arrival = request.untracked_tokens(tokens, asyncio.get_running_loop().time())
+        if arrival.first:
+            instance.breaker.succeeded()
+        if arrival.waited is not None:
+            self._cluster.step.took(arrival.waited / tokens)
+
+    def end(self, request: LiveRequest, answer: EngineAnswer | None) -> None:
+        """Forget a request, once; without an answer, there was none, or it was cut."""
+        if request.ended:
+            return
+        if request.instance is not None and answer is None:
+            self.suspects.cut(request.instance)
+        request.finish()
+        by_itself = answer is not None and answer.ok and request.generated_tokens > 0
+        self._cluster.ended(request, by_itself)
+        self.dispatcher.wake()
+
 
 DESTINATION = "x-gateway-destination-endpoint"
 

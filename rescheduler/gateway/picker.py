@@ -9,7 +9,7 @@ import grpc
 
 from data_collection.files import warn_of_open_secret
 from rescheduler.engines.deployment import Deployment, DeploymentError
-from rescheduler.gateway.exchange import Exchange
+from rescheduler.gateway.exchange import Exchange, RunningRequests
 from rescheduler.gateway.messages import (
     HEALTH,
     PROCESSOR,
@@ -19,7 +19,6 @@ from rescheduler.gateway.messages import (
     ProtocolError,
     read_event,
 )
-from rescheduler.gateway.running_requests import RunningRequests
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 

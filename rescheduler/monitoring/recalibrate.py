@@ -15,8 +15,7 @@ from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.survival_mlp import SurvivalMLP
 from rescheduler.monitoring.finished_log import FinishedLog, LoggedRequest, read_finished_log
 from rescheduler.monitoring.forecast_quality import score
-from rescheduler.telemetry.first_snapshot import first_snapshot
-from rescheduler.telemetry.subscriber import TelemetrySubscriber
+from rescheduler.telemetry.subscriber import TelemetrySubscriber, first_snapshot
 
 _FEWEST_REQUESTS = 30
 _DATASET_CARD = "dataset_card.md"

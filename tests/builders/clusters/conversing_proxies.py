@@ -16,8 +16,8 @@ from tokenizers.models import WordLevel
 from rescheduler.coordination.coordinated_cluster import CoordinatedDispatcher, WatchedPlacements
 from rescheduler.coordination.link import FAR, Link
 from rescheduler.coordination.messages import CoordinationError, Notice, RefusedMessages, Report
+from rescheduler.coordinator.coordinator import Sessions
 from rescheduler.coordinator.session import Mirror, Session
-from rescheduler.coordinator.sessions import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.openai.request_reader import read_request

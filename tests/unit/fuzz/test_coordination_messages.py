@@ -20,7 +20,7 @@ from rescheduler.coordination.messages import (
     decode,
     encode,
 )
-from rescheduler.coordinator.sessions import Sessions
+from rescheduler.coordinator.coordinator import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.step_time.mean_step_time import MeanStepTime

@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rescheduler.engines.deployment import DeploymentError, Instance, ProxyOptions
-from rescheduler.gateway import running_requests
-from rescheduler.gateway.exchange import body_answers, refusal, routed, unchanged
+from rescheduler.gateway import exchange
+from rescheduler.gateway.exchange import (
+    Endpoints,
+    EventStream,
+    TokenCount,
+    body_answers,
+    refusal,
+    routed,
+    unchanged,
+)
 from rescheduler.gateway.messages import (
     Body,
     Head,
@@ -19,7 +27,6 @@ from rescheduler.gateway.messages import (
     Trailers,
     read_event,
 )
-from rescheduler.gateway.running_requests import Endpoints, EventStream, TokenCount
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 
@@ -230,8 +237,8 @@ class CountingPattern:
 
 
 def test_a_stream_in_small_packets_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = CountingPattern(running_requests._BLANK_LINE)
-    monkeypatch.setattr(running_requests, "_BLANK_LINE", counting)
+    counting = CountingPattern(exchange._BLANK_LINE)
+    monkeypatch.setattr(exchange, "_BLANK_LINE", counting)
     stream, size = EventStream(), 20_000
     for _ in range(size):
         assert stream.feed(b"x") == []
