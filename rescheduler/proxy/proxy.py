@@ -19,10 +19,9 @@ from rescheduler.placement.prober import OutlierDetection
 from rescheduler.placement.stream_watch import StreamWatch
 from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.migrator import Migrator
-from rescheduler.proxy.pass_through import PassThrough
 from rescheduler.proxy.prompt_forecasts import PromptForecasts, expected_lengths
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.request_flow import RequestFlow
+from rescheduler.proxy.request_flow import PassThrough, RequestFlow
 from rescheduler.tracing.span import NO_SPAN, create_tracer, end_request
 
 _FREEING_SECONDS = 1.0
@@ -73,7 +72,7 @@ class Proxy:
         self.flow = RequestFlow(
             cluster, bodies, outliers, self.watch, self.migrator, self.metrics, seen
         )
-        self.pass_through = PassThrough(cluster, bodies, outliers, self.watch, self.flow, seen)
+        self.pass_through = PassThrough(self.flow)
         self.drainer: Drainer[LiveRequest] | None = None
         if isinstance(cluster, CoordinatedCluster):
             cluster.mover = self.migrator.move

@@ -1,16 +1,16 @@
-"""A request from its prefill to its last token, on however many instances."""
+"""A request from its prefill to its last token: on however many instances, or handed through."""
 
 import asyncio
 import logging
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import aiohttp
 import msgspec
+from aiohttp import web
 
-from data_collection.capture.requests import LEASE_SECONDS
-from rescheduler.openai.openai_request import EngineBodies, RequestRefusedError
+from rescheduler.openai.openai_request import ALWAYS_STREAM, EngineBodies, RequestRefusedError
+from rescheduler.openai.openai_response import read_usage
+from rescheduler.openai.openai_stream import EventReader, event, read_signs
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import Kept, Landing, LiveRequest, Placed, Returned, Waiting
@@ -22,101 +22,14 @@ from rescheduler.placement.upstream import (
     EngineRefusedError,
     ModelMissingError,
     UpstreamError,
+    reported_error,
 )
-from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.migrator import Leases, Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.token_relay import Comment, EngineStream, SeesTokens, Send, TokenRelay
+from rescheduler.proxy.token_relay import ClientAnswer, EngineStream, SeesTokens, TokenRelay
 from rescheduler.tracing.span import Span
-from rescheduler.transfer.control_client import ControlClient
-from rescheduler.transfer.control_messages import MOST_RENEWED, ControlError
 
 logger = logging.getLogger("headway.serve")
-
-_STOCK_SECONDS, _LONGEST_SECONDS = 30.0, 86_400.0
-"""The lease of a prefill in stock vLLM, and what none is longer than."""
-_MARGIN_SECONDS = 5.0
-"""Before a lease ends, for which no engine reads."""
-_RENEW_SECONDS, _LOOK_SECONDS = 5.0, 1.0
-_UNTIL = "remote_blocks_expiry_time"
-"""Of ``kv_transfer_params``: when the lease ends, on the clock of the engine that gave it."""
-
-
-class Leases:
-    """Renews the leases of prefilled requests that wait, every 5 s, over the control sockets.
-
-    Otherwise an overload would feed itself: a decode instance computes a prompt again whose lease
-    has ended in the line, just when there is least room for that.
-    """
-
-    def __init__(self, cluster: Cluster[LiveRequest]) -> None:
-        self._cluster, self._timeout = cluster, cluster.deployment.proxy.control_seconds
-        self._asked: dict[LiveRequest, float] = {}  # when, for those that wait
-        self._failed: set[InstanceState] = set()
-
-    @contextmanager
-    def kept(self, request: LiveRequest) -> Iterator[None]:
-        """Renew the lease of a request while the body runs, if it has been prefilled."""
-        if request.prefill is None:
-            yield
-            return
-        now = asyncio.get_running_loop().time()
-        if request.lease_until is None:
-            said = request.prefill.params.pop(LEASE_SECONDS, None)
-            known = isinstance(said, int | float) and 0 <= said <= _LONGEST_SECONDS
-            request.lease_until = now + (said if known else _STOCK_SECONDS) - _MARGIN_SECONDS
-        self._asked[request] = now
-        try:
-            yield
-        finally:
-            del self._asked[request]
-
-    def has_ended(self, request: LiveRequest) -> bool:
-        """Return whether nobody can read the blocks of a prefilled request any more."""
-        until = request.lease_until
-        return until is not None and asyncio.get_running_loop().time() > until
-
-    async def run(self) -> None:
-        """Renew leases forever."""
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            try:
-                self._look()
-            except Exception:  # the leases of all others are to be renewed, too
-                logger.exception("looking for leases to renew failed")
-
-    def _look(self) -> None:
-        """Begin to renew what is due."""
-        now, due = asyncio.get_running_loop().time(), dict[InstanceState, list[LiveRequest]]()
-        for request, asked in self._asked.items():
-            if now - asked >= _RENEW_SECONDS and request.prefill is not None:
-                due.setdefault(request.prefill.kept.instance, []).append(request)
-        for instance, requests in due.items():
-            self._asked.update(dict.fromkeys(requests, now))
-            if instance.control is not None:
-                for i in range(0, len(requests), MOST_RENEWED):
-                    some = requests[i : i + MOST_RENEWED]
-                    self._cluster.background(self._renew(instance, instance.control, some))
-
-    async def _renew(
-        self, instance: InstanceState, control: ControlClient, requests: Sequence[LiveRequest]
-    ) -> None:
-        now = asyncio.get_running_loop().time()
-        try:
-            renewed = await control.renew([request.id for request in requests], self._timeout)
-        except ControlError as error:  # of another version, perhaps: then its lease ends
-            if instance not in self._failed:
-                logger.warning("%s: no lease is renewed: %s", instance.name, error)
-            self._failed.add(instance)
-            return
-        self._failed.discard(instance)
-        kept = set(renewed.ids)
-        for request in requests:
-            prefill = request.prefill
-            if request.id in kept and prefill is not None and prefill.kept.instance is instance:
-                request.lease_until = now + renewed.seconds - _MARGIN_SECONDS
-                if prefill.params.get(_UNTIL) is not None:
-                    prefill.params[_UNTIL] = renewed.until
-
 
 _PREFILL_ATTEMPTS = 2
 _LONGEST_BACK_OFF = 5.0  # seconds
@@ -137,22 +50,25 @@ class RequestFlow:
         watch: StreamWatch,
         migrator: Migrator,
         metrics: ProxyMetrics,
-        seen: SeesTokens | None = None,
+        seen: SeesTokens | None,
     ) -> None:
-        self._upstream, self._dispatcher = cluster.upstream, cluster.dispatcher
-        self._bodies = bodies
-        self._outliers = outliers
-        self._watch = watch
-        self._prober, self._keys = cluster.prober, cluster.accounts.keys
+        self.upstream = cluster.upstream
+        self.dispatcher = cluster.dispatcher
+        self.bodies = bodies
+        self.outliers = outliers
+        self.watch = watch
+        self.accounts, self.step = cluster.accounts, cluster.step
+        self._prober = cluster.prober
         self._quarantine = Quarantine(cluster.dispatcher.usable_for, cluster.decodes)
         self._migrator = migrator
         self._metrics = metrics
-        self._options = cluster.deployment.proxy
+        self.options = cluster.deployment.proxy
+        self.seen = seen
         self._relay = TokenRelay(cluster, outliers, migrator, metrics, seen)
         self._random = random.Random()
         self.leases = Leases(cluster)
 
-    async def run(self, request: LiveRequest, send: Send, comment: Comment | None = None) -> None:
+    async def run(self, request: LiveRequest, answer: ClientAnswer) -> None:
         """Generate a request to its end; cancel it when the client leaves.
 
         Raises:
@@ -163,7 +79,7 @@ class RequestFlow:
         """
         try:
             await self.prefill(request)
-            await self._decode(request, send, comment)
+            await self._decode(request, answer)
         finally:
             self.leave(request)
 
@@ -178,15 +94,15 @@ class RequestFlow:
             if attempt:
                 await self.back_off(attempt)
             with request.trace.span("wait", stage="prefill"):
-                instance = await self._dispatcher.take_prefill(request)
+                instance = await self.dispatcher.take_prefill(request)
             if instance is None:
                 return
-            body = self._bodies.prefill(request.client, request.id, request.prefill_hop)
-            path, patience = request.client.path, self._options.prefill_seconds
+            body = self.bodies.prefill(request.client, request.id, request.prefill_hop)
+            path, patience = request.client.path, self.options.prefill_seconds
             try:
                 with request.trace.call("prefill", instance=instance.name) as span:
-                    async with self._watch.over(request, instance, patience):
-                        params, tokens = await self._upstream.prefill(
+                    async with self.watch.over(request, instance, patience):
+                        params, tokens = await self.upstream.prefill(
                             instance.instance, path, body, span.headers(request.headers)
                         )
             except ModelMissingError:
@@ -203,21 +119,21 @@ class RequestFlow:
                 raise
             else:
                 request.prefilled(params, tokens)
-                self._keys.served(request.headers)
-                self._dispatcher.began(request, instance)
-                self._outliers.succeeded(request, instance)
+                self.accounts.keys.served(request.headers)
+                self.dispatcher.began(request, instance)
+                self.outliers.succeeded(request, instance)
                 return
             finally:
-                self._dispatcher.wake()
+                self.dispatcher.wake()
 
     async def place(self, request: LiveRequest) -> InstanceState:
         """Wait for a place on a decode instance, or refuse the request in time."""
         avoid = request.avoid
         if request.engines_lost:
-            seconds = None if request.background else self._options.pool_seconds
+            seconds = None if request.background else self.options.pool_seconds
             await self._quarantine.enter(request, seconds)
         with request.trace.span("wait", stage="decode"), self.leases.kept(request):
-            instance = await self._dispatcher.place(request)
+            instance = await self.dispatcher.place(request)
         if request.engines_lost:
             request.avoid = avoid  # if it is turned away, others may have room
             self._quarantine.placed(request, instance)
@@ -246,7 +162,7 @@ class RequestFlow:
         """End a request, and free everything that anyone keeps for it."""
         self._quarantine.leave(request)
         self.free(request, request.finish())
-        self._dispatcher.wake()
+        self.dispatcher.wake()
 
     def free(self, request: LiveRequest, kept: Kept | None) -> None:
         """Free, in the background, what an instance keeps in vain."""
@@ -264,7 +180,7 @@ class RequestFlow:
             RequestRefusedError: 422, two engines were lost while they had just begun with it.
         """
         begun = request.generated_here <= TRUSTED_TOKENS
-        self._outliers.failed(request, instance, error)
+        self.outliers.failed(request, instance, error)
         apart = self._quarantine.leave(request) is instance
         late, evidence = isinstance(error, LateError), instance.evidence
         hangs = late and bool(evidence.why) and evidence.hangs
@@ -298,7 +214,7 @@ class RequestFlow:
         """
         most = request.client.max_tokens
         return (
-            failures >= self._options.attempts
+            failures >= self.options.attempts
             or len(request.failed_by) > 1
             or (most is not None and 0 < most <= request.generated_tokens)
         )
@@ -312,22 +228,22 @@ class RequestFlow:
         """
         self._metrics.turned_away.labels(instance.name).inc()
         request.turned_away()
-        self._dispatcher.wake()
+        self.dispatcher.wake()
         if isinstance(error, ModelMissingError):
             instance.lacks(request.model)
-            if not self._dispatcher.has_model_elsewhere(request):
+            if not self.dispatcher.has_model_elsewhere(request):
                 raise error.refusal
             return
-        if not self._dispatcher.has_another(request):
+        if not self.dispatcher.has_another(request):
             message = "no engine would give the first token in time; try again later"
             raise RequestRefusedError(429, message, retry_after=error.seconds)
 
     async def back_off(self, failures: int) -> None:
         """Wait before another attempt: exponentially longer, half of it at random."""
-        seconds = min(self._options.backoff_seconds * 2 ** (failures - 1), _LONGEST_BACK_OFF)
+        seconds = min(self.options.backoff_seconds * 2 ** (failures - 1), _LONGEST_BACK_OFF)
         await asyncio.sleep(seconds * self._random.uniform(0.5, 1.0))
 
-    async def _decode(self, request: LiveRequest, send: Send, comment: Comment | None) -> None:
+    async def _decode(self, request: LiveRequest, answer: ClientAnswer) -> None:
         failures, ended = 0, False
         while not ended:
             if isinstance(request.state, Waiting):
@@ -336,7 +252,9 @@ class RequestFlow:
             assert instance is not None
             try:
                 async with request.may_give_way():
-                    ended = await self._traced_segment(request, instance, send, comment)
+                    called = request.trace.call("decode", instance=instance.name, hop=request.hop)
+                    with called as span:
+                        ended = await self._segment(request, instance, answer, span)
             except TimeoutError:
                 self._give_way(request, instance)
             except UpstreamError as error:
@@ -356,7 +274,7 @@ class RequestFlow:
         self.free(request, request.gave_way())
         if request.generated_tokens:
             request.splicer.cut()
-        self._dispatcher.wake()
+        self.dispatcher.wake()
 
     async def _after_failure(
         self, request: LiveRequest, error: UpstreamError, failures: int
@@ -368,26 +286,11 @@ class RequestFlow:
             return
         if request.generated_tokens:
             request.splicer.cut()
-        self._dispatcher.wake()
+        self.dispatcher.wake()
         await self.back_off(failures)
 
-    async def _traced_segment(
-        self,
-        request: LiveRequest,
-        instance: InstanceState,
-        send: Send,
-        comment: Comment | None,
-    ) -> bool:
-        with request.trace.call("decode", instance=instance.name, hop=request.hop) as span:
-            return await self._segment(request, instance, send, comment, span)
-
     async def _segment(
-        self,
-        request: LiveRequest,
-        instance: InstanceState,
-        send: Send,
-        comment: Comment | None,
-        span: Span,
+        self, request: LiveRequest, instance: InstanceState, answer: ClientAnswer, span: Span
     ) -> bool:
         """Decode on one instance; return whether the request has ended, or else it goes on.
 
@@ -396,20 +299,20 @@ class RequestFlow:
             TimeoutError: the instance serves all others before a background request.
             EngineRefusedError: the instance refuses the request as invalid.
         """
-        options, body = self._options, self._body(request)
+        options, body = self.options, self._body(request)
         lands = isinstance(request.state, Landing)
         patience = options.moved_token_seconds if lands else options.first_token_seconds
         stream: EngineStream | None = None
         try:
-            async with self._watch.over(request, instance, patience, lands) as wait:
-                response = await self._upstream.open(
+            async with self.watch.over(request, instance, patience, lands) as wait:
+                response = await self.upstream.open(
                     instance.instance, request.client.path, body, span.headers(request.headers)
                 )
                 request.accepted()
-                self._keys.served(request.headers)
+                self.accounts.keys.served(request.headers)
                 try:
                     stream = EngineStream(request, instance, wait, response, span)
-                    return await self._relay.relay(stream, send, comment)
+                    return await self._relay.relay(stream, answer)
                 finally:
                     response.close()
         except EngineRefusedError as error:
@@ -430,12 +333,12 @@ class RequestFlow:
     def _body(self, request: LiveRequest) -> bytes:
         splicer, params = request.splicer, request.transfer_params
         if not splicer.output_token_ids:
-            return self._bodies.decode(request.client, request.id, request.hop, params)
+            return self.bodies.decode(request.client, request.id, request.hop, params)
         instance = request.instance
         if splicer.parsed and instance is not None and not instance.parses_again:
             reason = "cannot go on with an answer whose text is parsed"
             raise UpstreamError(instance.instance, reason, answered=True)
-        return self._bodies.resumed(
+        return self.bodies.resumed(
             request.client,
             request.id,
             request.hop,
@@ -444,3 +347,194 @@ class RequestFlow:
             params,
             splicer.answer_so_far,
         )
+
+
+_KEYED = "/v1/"
+"""Paths for which engines ask for a key; others they answer to anybody."""
+
+_EVENTS = "text/event-stream"
+_LONG_ANSWER = 4_096  # tokens, where the client gives no limit
+_HELD_BYTES = 8 << 20
+"""Of an answer, until its client gets it: what fails before can start again elsewhere."""
+
+
+class PassThrough:
+    """Takes a request to one decode instance, and its answer back byte for byte.
+
+    If the instance fails before the client has got anything, the request starts again elsewhere;
+    afterwards its client gets the error, since nobody knows where it stood. The client gets
+    comments at most before the first event, which tells whether a request is served: the status of
+    a stream does not.
+    """
+
+    def __init__(self, flow: RequestFlow) -> None:
+        self._flow = flow
+
+    async def run(self, request: LiveRequest, answer: ClientAnswer) -> web.StreamResponse:
+        """Generate a request to its end; cancel it when the client leaves.
+
+        Raises:
+            ClientGoneError: the client has left.
+            EngineRefusedError: an engine refuses the request as invalid.
+            RequestRefusedError: no instance had room in time, or all turned it away.
+            UpstreamError: too many attempts failed, or one after the client has got something.
+        """
+        try:
+            await self._flow.prefill(request)
+            failures = 0
+            while True:
+                instance = await self._flow.place(request)
+                try:
+                    with request.trace.call("decode", instance=instance.name) as span:
+                        return await self._hand_through(request, instance, answer, span)
+                except EngineFullError as error:
+                    self._flow.turned_away(request, instance, error)
+                except UpstreamError as error:
+                    await self._flow.note_failure(request, instance, error)
+                    failures += 1
+                    if answer.has_content or self._flow.gives_up(request, failures):
+                        raise
+                    self._flow.free(request, request.fail(error.unsent, error.answered))
+                    self._flow.dispatcher.wake()
+                    await self._flow.back_off(failures)
+        finally:
+            self._flow.leave(request)
+
+    async def _hand_through(
+        self, request: LiveRequest, instance: InstanceState, answer: ClientAnswer, span: Span
+    ) -> web.StreamResponse:
+        flow, streams = self._flow, request.client.stream
+        patience = flow.options.first_token_seconds
+        document: web.StreamResponse | None = None
+        failed, clock = False, asyncio.get_running_loop().time
+        began = clock()
+        try:
+            # What comes as a whole comes as late as it likes while its engine has it.
+            async with (
+                flow.watch.over(request, instance, patience, streams=streams) as wait,
+                await self._open(request, instance, span) as response,
+            ):
+                stream = EngineStream(request, instance, wait, response, span)
+                if streams and response.content_type == _EVENTS:
+                    failed = await self._relay(stream, answer)
+                else:
+                    document = await self._document(stream, answer)
+            ended = await answer.end() if document is None else document
+        except TimeoutError as error:
+            raise UpstreamError(instance.instance, "no end to its answer in time") from error
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UpstreamError(instance.instance, reason) from error
+        finally:
+            if request.counted is None:
+                self._count(request, clock() - began)
+        if failed:
+            raise UpstreamError(instance.instance, "its stream ends with an error", answered=True)
+        flow.outliers.succeeded(request, instance)
+        return ended
+
+    def _count(self, request: LiveRequest, seconds: float) -> None:
+        """Charge for what may have been generated, where neither engine nor stream has told.
+
+        Such as in chunks of several tokens, or until a client left that waits for the whole answer.
+        """
+        client, read = request.client, float(request.generated_tokens)
+        generated = read * client.stream_interval
+        if not client.stream:
+            generated = seconds / self._flow.step.seconds * client.answers
+        most = (client.max_tokens or _LONG_ANSWER) * client.answers
+        more = min(generated, most) - read
+        if more > 0:
+            request.counted = self._flow.accounts.service(request, more)
+
+    async def _open(
+        self, request: LiveRequest, instance: InstanceState, span: Span
+    ) -> aiohttp.ClientResponse:
+        flow, path, params = self._flow, request.client.path, request.transfer_params
+        body = flow.bodies.decode(request.client, request.id, request.hop, params)
+        headers = span.headers(request.headers)
+        response = await flow.upstream.open(instance.instance, path, body, headers)
+        request.accepted()
+        if path.startswith(_KEYED):
+            flow.accounts.keys.served(request.headers)
+        return response
+
+    async def _relay(self, stream: EngineStream, answer: ClientAnswer) -> bool:
+        """Write a stream to the client as it comes, and nothing but comments before an event.
+
+        Returns:
+            Whether it reports an error later.
+
+        Raises:
+            EngineRefusedError: its first event refuses the request as invalid.
+            UpstreamError: its first event reports another error, none comes, or the stream ends
+                without its end.
+        """
+        loop, reader = asyncio.get_running_loop(), EventReader()
+        request, instance, wait = stream.request, stream.instance.instance, stream.wait
+        held, failed = bytearray(), False
+        async for data in stream.response.content.iter_any():
+            signs = [read_signs(event) for event in reader.feed(data)]
+            if not stream.heard:
+                held += data
+                if len(held) > _HELD_BYTES:
+                    raise UpstreamError(instance, "no event within its first bytes")
+                if signs and signs[0].error is not None:
+                    request.declined()
+                    raise reported_error(instance, signs[0].error)
+                if not signs and reader.comments:
+                    with wait.writing():
+                        await answer.comment(b"".join(reader.comments))
+                    held = bytearray(reader.rest)
+                stream.heard, data = bool(signs), bytes(held)
+            tokens = sum(sign.output for sign in signs)
+            if tokens:
+                now = loop.time()
+                arrival = request.untracked_tokens(tokens, now)
+                if self._flow.seen is not None:
+                    self._flow.seen(request, arrival, tokens, now)
+                wait.progressed(now, self._flow.options.token_seconds)
+            failed = failed or any(sign.error is not None for sign in signs)
+            ends = any(sign.last or (sign.ends and not request.several) for sign in signs)
+            stream.finished = stream.finished or ends
+            if stream.heard:
+                with wait.writing():
+                    await answer.write(data)
+        if not stream.heard:
+            raise UpstreamError(instance, "its stream ended before its first event")
+        if not stream.finished and not failed and request.client.path in ALWAYS_STREAM:
+            raise UpstreamError(instance, "its stream ended before the request")
+        return failed
+
+    async def _document(self, stream: EngineStream, answer: ClientAnswer) -> web.StreamResponse:
+        """Hand on a document: as a whole if it is not too large to be kept until then.
+
+        Once begun, it must end in time, however many bytes still arrive.
+        """
+        response, wait = stream.response, stream.wait
+        kind = response.headers.get("Content-Type", "application/json")
+        held, reading = bytearray(), response.content.iter_any()
+        loop, left = asyncio.get_running_loop(), self._flow.options.first_token_seconds
+        while True:
+            began = loop.time()
+            async with asyncio.timeout(left):
+                part = await anext(reading, None)
+            left -= loop.time() - began  # a slow client is not the engine's fault
+            wait.progressed(loop.time(), self._flow.options.token_seconds)
+            if part is None:
+                break
+            held += part
+            if len(held) > _HELD_BYTES or answer.has_content:
+                with wait.writing():
+                    await answer.write_part(bytes(held), kind)
+                held.clear()
+        with wait.writing():
+            if answer.has_content:
+                return await answer.end()
+            usage = read_usage(held)
+            if usage is not None:
+                stream.request.was_counted(*usage)
+            if answer.begun:  # comments have begun a stream, which the engine did not give
+                await answer.write(event(bytes(held)))
+                return await answer.end()
+            return await answer.document(200, bytes(held), kind)

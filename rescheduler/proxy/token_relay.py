@@ -12,7 +12,7 @@ from aiohttp import web
 
 from rescheduler.engines.deployment import ProxyOptions
 from rescheduler.openai.continued_text import ChunkJoiner
-from rescheduler.openai.openai_request import MESSAGES, ClientRequest, error_body
+from rescheduler.openai.openai_request import MESSAGES, error_body
 from rescheduler.openai.openai_response import ResponseCollector
 from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, event, read_chunk
 from rescheduler.placement.cluster import Cluster
@@ -31,10 +31,6 @@ logger = logging.getLogger("headway.serve")
 _SLOW_SECONDS = 0.25
 """For which tokens wait for a client that reads slowly."""
 
-Send = Callable[[list[bytes]], Awaitable[None]]
-"""Hands chunks, as JSON, to the client."""
-Comment = Callable[[bytes], Awaitable[None]]
-"""Hands comments of a stream to the client."""
 SeesTokens = Callable[[LiveRequest, TokenArrival, int, float], None]
 """Is told of tokens of a request as they come, how many, and when."""
 
@@ -73,7 +69,7 @@ class TokenRelay:
         outliers: OutlierDetection,
         migrator: Migrator,
         metrics: ProxyMetrics,
-        seen: SeesTokens | None = None,
+        seen: SeesTokens | None,
     ) -> None:
         self._seen = seen
         self._cluster = cluster
@@ -81,7 +77,7 @@ class TokenRelay:
         self._migrator = migrator
         self._metrics, self._options = metrics, cluster.deployment.proxy
 
-    async def relay(self, stream: EngineStream, send: Send, comment: Comment | None = None) -> bool:
+    async def relay(self, stream: EngineStream, answer: "ClientAnswer") -> bool:
         """Hand a stream on; return whether the request has ended, or else goes on elsewhere.
 
         Comments and empty events are no progress. Comments are handed on all the same.
@@ -113,15 +109,15 @@ class TokenRelay:
                 if passed:
                     stream.request.client_blocks = stream.wait.paused = True  # while this waits
                     began = loop.time()
-                    await send(passed)
+                    await answer.chunks(passed)
                     stream.request.client_blocks = stream.wait.paused = False
                     took = loop.time() - began
                     stream.wait.evidence.held(took)
                     if took > _SLOW_SECONDS:
                         stream.request.slow_client = True
-            if reader.comments and comment is not None:
+            if reader.comments:
                 with stream.wait.writing():
-                    await comment(b"".join(reader.comments))
+                    await answer.comment(b"".join(reader.comments))
             if stream.progress > progress or stream.finished > finished:
                 stream.wait.progressed(loop.time(), self._options.token_seconds)
         if not stream.finished:
@@ -132,8 +128,9 @@ class TokenRelay:
         self, stream: EngineStream, payload: bytes, chunk: Chunk, passed: list[bytes]
     ) -> bool:
         """Take a chunk; return whether it ended the request though the engine goes on."""
-        splicer = stream.request.splicer
-        self._note_prompt(stream.request, chunk)
+        request, splicer = stream.request, stream.request.splicer
+        if not splicer.prompt_token_ids and (ids := chunk.prompt):
+            request.prompt_tokens, request.prompt_is_known = len(ids), True
         tokens = splicer.new_tokens(chunk)
         if tokens:
             self._token(stream, tokens)
@@ -145,11 +142,6 @@ class TokenRelay:
             passed.append(out)
         stream.finished = stream.finished or chunk.finish_reason is not None
         return self._stopped(stream, passed)
-
-    def _note_prompt(self, request: LiveRequest, chunk: Chunk) -> None:
-        """Take over how many tokens a prompt has, which the first chunk tells."""
-        if not request.splicer.prompt_token_ids and (ids := chunk.prompt):
-            request.prompt_tokens, request.prompt_is_known = len(ids), True
 
     def _stopped(self, stream: EngineStream, passed: list[bytes]) -> bool:
         """Return whether a stop string ended the request, which its engine does not know of."""
@@ -284,7 +276,6 @@ class ClientAnswer:
 
     Args:
         expected: returns the further headers of a stream that begins now.
-        generated: returns how many tokens the request has, with the chunks that are taken now.
 
     Attributes:
         headers: of any answer, until it has begun.
@@ -294,25 +285,26 @@ class ClientAnswer:
     def __init__(
         self,
         http: web.Request,
-        request: ClientRequest,
+        request: LiveRequest,
         headers: Mapping[str, str],
         options: ProxyOptions,
-        expected: Callable[[], Mapping[str, str]] = dict,
-        generated: Callable[[], int] = int,
+        expected: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._expected, self._generated = expected, generated
+        client = request.client
+        self._request = request
+        self._expected = expected
         self._joiner: ChunkJoiner | None = None
-        if request.stream and request.movable and request.stream_interval > 1:
-            self._joiner = ChunkJoiner(request.stream_interval)
+        if client.stream and client.movable and client.stream_interval > 1:
+            self._joiner = ChunkJoiner(client.stream_interval)
         self.has_content = False
-        self._streams, self._path = request.stream, request.path
+        self._streams, self._path = client.stream, client.path
         self._clock = asyncio.get_running_loop().time
         self._written = self._clock()
         self._http, self.headers = http, dict(headers)
         self._stream: web.StreamResponse | None = None
         self._events = self._ended = False
         self._writing, self._ending = asyncio.Lock(), False
-        self._collector = None if request.stream else ResponseCollector(request)
+        self._collector = None if client.stream else ResponseCollector(client)
         self._seconds = options.client_write_seconds
         if http.transport is not None:
             most = max(2 * _MARGIN, options.client_buffer_kb << 10)
@@ -330,7 +322,7 @@ class ClientAnswer:
                 self._collector.add(chunk)
             return
         if self._joiner is not None:
-            chunks = self._joiner.take(chunks, self._generated())
+            chunks = self._joiner.take(chunks, self._request.generated_tokens)
         if chunks:
             await self.write(b"".join(map(event, chunks)))
 

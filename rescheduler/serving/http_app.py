@@ -131,10 +131,6 @@ def _refused(error: RequestRefusedError) -> str:
     return "refused" if error.status == 400 else f"rejected_{error.status}"
 
 
-def _generated_tokens(request: LiveRequest) -> int:
-    return request.generated_tokens
-
-
 def _is_unknown(found: web.UrlMappingMatchInfo) -> bool:
     return isinstance(found.http_exception, web.HTTPNotFound)
 
@@ -189,8 +185,7 @@ class _Endpoints:
         client = request.client
         told = dict if reports is None else partial(reports.headers, request)
         headers = {"X-Request-Id": request.name}
-        generated = partial(_generated_tokens, request)
-        answer = ClientAnswer(http, client, headers, self._options, told, generated)
+        answer = ClientAnswer(http, request, headers, self._options, told)
         outcome, alive, seconds = "client_gone", None, self._options.keep_alive_seconds
         if seconds and client.stream and client.path in ALWAYS_STREAM:
             alive = asyncio.create_task(answer.keep_alive(seconds))
@@ -245,7 +240,7 @@ class _Endpoints:
         try:
             async with self._followed(request, answer):
                 if request.client.movable:
-                    await self._proxy.flow.run(request, answer.chunks, answer.comment)
+                    await self._proxy.flow.run(request, answer)
                     return await answer.finish(), "ok"
                 return await self._proxy.pass_through.run(request, answer), "ok"
         except EngineRefusedError as error:
