@@ -1,4 +1,4 @@
-"""The picker: everything that picks endpoints for a deployment, and its gRPC server."""
+"""The picker: everything that picks endpoints for a deployment, served by gRPC."""
 
 import logging
 import ssl
@@ -23,51 +23,6 @@ from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 
 logger = logging.getLogger("headway.serve")
-
-
-class Picker:
-    """Picks the engine of each request; make it, `start` it and `close` it in one event loop.
-
-    Attributes:
-        cluster: the engines, and which requests are on which.
-        bodies: the memory of all bodies that are being read.
-
-    Raises:
-        DeploymentError: the deployment needs more than placing, or its policy cannot be served.
-    """
-
-    def __init__(self, deployment: Deployment) -> None:
-        _refuse_what_is_not_placing(deployment)
-        self.cluster = Cluster[LiveRequest](deployment)
-        self._running = RunningRequests(self.cluster)
-        self.bodies = self._running.bodies
-
-    @property
-    def ready(self) -> bool:
-        """Whether new requests can be placed."""
-        return bool(self.cluster.dispatcher.usable)
-
-    async def start(self) -> None:
-        """Ask every engine how it is, and go on asking."""
-        await self.cluster.start()
-
-    async def close(self) -> None:
-        """End what runs in the background, and close every connection."""
-        await self.cluster.close()
-
-    async def process(self, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
-        """Answer the gateway about one HTTP request, until either of them ends it."""
-
-        async def read() -> Event | None:
-            raw: object = await context.read()
-            return read_event(raw) if isinstance(raw, bytes) else None
-
-        exchange = Exchange(read, context.write, self._running)
-        try:
-            await exchange.run()
-        except ProtocolError as error:
-            logger.warning("from %s: %s", context.peer(), error)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
 
 def _refuse_what_is_not_placing(deployment: Deployment) -> None:
@@ -137,31 +92,24 @@ _OPTIONS = (
 )
 
 
-class PickerServer:
-    """Serves a picker to gateways.
-
-    Args:
-        host: address to listen on; one of IPv6 may be in brackets.
-        port: 0 takes a free one.
-        certificate: PEM file of the server's certificate and its chain; None: no TLS.
-        key: PEM file of its private key.
+class Picker:
+    """Picks the engine of each request for gateways; make, `start` and `close` it in one loop.
 
     Attributes:
         address: where it listens.
+        cluster: the engines, and which requests are on which.
+        bodies: the memory of all bodies that are being read.
 
     Raises:
-        DeploymentError: the address is in use or does not exist, or a file of TLS is wrong.
+        DeploymentError: the deployment needs more than placing, or its policy cannot be served.
     """
 
-    def __init__(
-        self, picker: Picker, host: str, port: int, certificate: Path | None, key: Path | None
-    ) -> None:
-        self._picker, self._ending = picker, False
+    def __init__(self, deployment: Deployment) -> None:
+        _refuse_what_is_not_placing(deployment)
+        # A whole body, and gRPC's usual 4 MiB beside it.
+        largest = (deployment.proxy.largest_body_mb + 4) << 20
         self._server = grpc.aio.server(
-            options=(
-                *_OPTIONS,
-                ("grpc.max_receive_message_length", _largest_message(picker.cluster.deployment)),
-            )
+            options=(*_OPTIONS, ("grpc.max_receive_message_length", min(largest, 2**31 - 1)))
         )
         self._server.add_generic_rpc_handlers(
             (
@@ -180,6 +128,31 @@ class PickerServer:
                 ),
             )
         )
+        self.address = ""
+        self._ending = False
+        self.cluster = Cluster[LiveRequest](deployment)
+        self._running = RunningRequests(self.cluster)
+        self.bodies = self._running.bodies
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests can be placed."""
+        return bool(self.cluster.dispatcher.usable)
+
+    async def start(
+        self, host: str, port: int, certificate: Path | None = None, key: Path | None = None
+    ) -> None:
+        """Listen, ask every engine how it is, and answer from then on.
+
+        Args:
+            host: address to listen on; one of IPv6 may be in brackets.
+            port: 0 takes a free one.
+            certificate: PEM file of the server's certificate and its chain; None: no TLS.
+            key: PEM file of its private key.
+
+        Raises:
+            DeploymentError: the address is in use or does not exist, or a file of TLS is wrong.
+        """
         host = host.removeprefix("[").removesuffix("]")
         address = f"{f'[{host}]' if ':' in host else host}:{port}"
         credentials = None
@@ -193,9 +166,7 @@ class PickerServer:
         except RuntimeError as error:
             raise DeploymentError(f"cannot listen on {address}: {error}") from error
         self.address = f"{address.rpartition(':')[0]}:{bound}"
-
-    async def start(self) -> None:
-        """Answer from now on."""
+        await self.cluster.start()
         await self._server.start()
 
     async def stop(self, seconds: float) -> None:
@@ -203,20 +174,30 @@ class PickerServer:
         self._ending = True
         await self._server.stop(seconds)
 
+    async def close(self) -> None:
+        """End what runs in the background, and close every connection."""
+        await self.cluster.close()
+
     async def _process(
         self, requests: object, context: "grpc.aio.ServicerContext[bytes, bytes]"
     ) -> None:
+        """Answer a gateway about one HTTP request, until either of them ends it."""
         del requests  # they are read from the context
-        await self._picker.process(context)
+
+        async def read() -> Event | None:
+            raw: object = await context.read()
+            return read_event(raw) if isinstance(raw, bytes) else None
+
+        exchange = Exchange(read, context.write, self._running)
+        try:
+            await exchange.run()
+        except ProtocolError as error:
+            logger.warning("from %s: %s", context.peer(), error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     async def _check(self, request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
         """Return whether the picker lives, or can place requests."""
         if request.service not in _KNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
-        serves = request.service == _ALIVE or (self._picker.ready and not self._ending)
+        serves = request.service == _ALIVE or (self.ready and not self._ending)
         return HealthCheckResponse(status=_SERVING if serves else _NOT_SERVING)
-
-
-def _largest_message(deployment: Deployment) -> int:
-    """Return how many bytes a message may have: a whole body, and gRPC's usual 4 MiB beside it."""
-    return min((deployment.proxy.largest_body_mb + 4) << 20, 2**31 - 1)

@@ -58,28 +58,26 @@ def picker(
 async def _pick(
     deployment: Deployment, host: str, port: int, certificate: Path | None, key: Path | None
 ) -> None:
-    from rescheduler.gateway.picker import Picker, PickerServer
+    from rescheduler.gateway.picker import Picker
 
     ended = asyncio.Event()
     end_when_asked(ended)
     picker = Picker(deployment)
     try:
-        server = PickerServer(picker, host, port, certificate, key)
-        await picker.start()
-        await server.start()
+        await picker.start(host, port, certificate, key)
         gc.collect()
         gc.freeze()  # else whatever has been imported is looked through now and then: 0.1 s
-        print(f"picking on {server.address}", flush=True)
+        print(f"picking on {picker.address}", flush=True)
         await ended.wait()
         seconds = deployment.proxy.shutdown_seconds
         said = "ending: running requests have %g s to finish; a second signal ends them at once"
         logger.info(said, seconds)
         ended.clear()
-        stopping = asyncio.create_task(server.stop(seconds))
+        stopping = asyncio.create_task(picker.stop(seconds))
         again = asyncio.create_task(ended.wait())
         await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
         if again.done():
-            await server.stop(0)
+            await picker.stop(0)
         again.cancel()
         await stopping
     finally:

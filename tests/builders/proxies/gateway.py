@@ -18,7 +18,7 @@ from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import Deployment
-from rescheduler.gateway.picker import Picker, PickerServer
+from rescheduler.gateway.picker import Picker
 from rescheduler.placement.live_request import LiveRequest
 
 CONFIG = Path(__file__).parents[3] / "docs" / "envoy.yaml"
@@ -35,7 +35,6 @@ class Gateway:
     engines: dict[str, ScriptedEngine]
     session: aiohttp.ClientSession
     picker: Picker
-    server: PickerServer
 
     def requests(self, engine: str | None = None) -> list[LiveRequest]:
         """What the picker knows to run, on one engine or on all."""
@@ -76,12 +75,10 @@ class Gateway:
 
     async def restart(self, port: int, seconds: float) -> None:
         """Stop the picker, with some seconds for what runs, and start another one."""
-        await self.server.stop(seconds)
+        await self.picker.stop(seconds)
         await self.picker.close()
         self.picker = Picker(self.deployment)
-        await self.picker.start()
-        self.server = PickerServer(self.picker, "127.0.0.1", port, None, None)
-        await self.server.start()
+        await self.picker.start("127.0.0.1", port)
 
     async def idle(self) -> None:
         """The picker knows of no request, and no engine has one."""
@@ -145,11 +142,9 @@ async def gateway(
     """
     made, deployment = await scripted(tokenizer, [f"decode-{i}" for i in range(engines)], **options)
     picker = Picker(deployment)
-    await picker.start()
-    server = PickerServer(picker, "127.0.0.1", free_port(), None, None)
-    await server.start()
+    await picker.start("127.0.0.1", free_port())
     port = free_port()
-    config = documented_envoy(port, int(server.address.rpartition(":")[2]))
+    config = documented_envoy(port, int(picker.address.rpartition(":")[2]))
     config = configured(config, list(made.values()))
     try:
         async with (
@@ -157,12 +152,12 @@ async def gateway(
             aiohttp.ClientSession(auto_decompress=False) as session,
         ):
             url = f"http://127.0.0.1:{port}"
-            one = Gateway(url, deployment, made, session, picker, server)
+            one = Gateway(url, deployment, made, session, picker)
             yield one
-            picker, server = one.picker, one.server
+            picker = one.picker
             await one.idle()
     finally:
-        await server.stop(0)
+        await picker.stop(0)
         await picker.close()
         for engine in made.values():
             await engine.stop()

@@ -11,7 +11,7 @@ from scripted_cluster import scripted, until
 from tokenizers import Tokenizer
 
 from rescheduler.gateway.messages import PROCESSOR, ProcessingRequest, ProcessingResponse
-from rescheduler.gateway.picker import Picker, PickerServer
+from rescheduler.gateway.picker import Picker
 
 
 def request_head(path: str = "/v1/completions", ends: bool = False, **more: str) -> Any:
@@ -33,7 +33,6 @@ class Asked:
     """A picker, and a connection to it."""
 
     picker: Picker
-    server: PickerServer
     channel: grpc.aio.Channel
 
     def call(self) -> Any:
@@ -78,14 +77,12 @@ async def asked_picker(
     """Run a picker for scripted engines, and connect to it; the options are of `scripted`."""
     made, deployment = await scripted(tokenizer, [f"decode-{i}" for i in range(engines)], **options)
     picker = Picker(deployment)
-    server = PickerServer(picker, "127.0.0.1", 0, None, None)
-    await picker.start()
-    await server.start()
+    await picker.start("127.0.0.1", 0)
     try:
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            yield Asked(picker, server, channel)
+        async with grpc.aio.insecure_channel(picker.address) as channel:
+            yield Asked(picker, channel)
     finally:
-        await server.stop(0)
+        await picker.stop(0)
         await picker.close()
         for engine in made.values():
             await engine.stop()

@@ -244,7 +244,7 @@ async def test_a_client_does_not_choose_its_engine(tokenizer: Tokenizer, tmp_pat
         elsewhere = {"x-gateway-destination-endpoint": "127.0.0.1:1"}
         body = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
         assert (await one.post(body, **elsewhere))[0] == 200
-        await one.server.stop(0)
+        await one.picker.stop(0)
         assert (await one.post(body, **elsewhere))[0] == 503
 
 
@@ -295,7 +295,7 @@ async def test_a_restart_lets_running_requests_end(tokenizer: Tokenizer, tmp_pat
         for engine in one.engines.values():
             engine.token_seconds = 1.0  # all run until a new request has been refused
         tasks = await held(one, 6, tokens=60)
-        port = int(one.server.address.rpartition(":")[2])
+        port = int(one.picker.address.rpartition(":")[2])
         restart = asyncio.create_task(one.restart(port, seconds=60.0))
         refused = 0
         while not restart.done():
@@ -317,7 +317,7 @@ async def test_a_picker_that_is_killed_cuts_streams_and_the_next_one_serves(
 ) -> None:
     async with gateway(tokenizer, tmp_path) as one:
         tasks = await held(one, 4)
-        before, port = one.picker, int(one.server.address.rpartition(":")[2])
+        before, port = one.picker, int(one.picker.address.rpartition(":")[2])
         await one.restart(port, seconds=0.0)
         for cut in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(cut, aiohttp.ClientError)
