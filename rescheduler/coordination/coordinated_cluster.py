@@ -19,6 +19,7 @@ from rescheduler.placement.evidence import allowance
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome, Mover, Placements
+from rescheduler.placement.waiting_line import Pool
 from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
@@ -43,7 +44,8 @@ class CoordinatedDispatcher(Dispatcher[LiveRequest]):
         clock: Callable[[], float],
         accounts: Accounts,
     ) -> None:
-        super().__init__(placements, instances, JSQLoad(), options, step, clock, accounts=accounts)
+        pool = Pool[LiveRequest](None, accounts)
+        super().__init__(placements, instances, JSQLoad(), options, step, clock, pool=pool)
         self._link = link
 
     @property

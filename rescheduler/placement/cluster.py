@@ -32,7 +32,7 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import MoveHistory, Placements, R
 from rescheduler.placement.prober import Prober
 from rescheduler.placement.upstream import Upstream, engine_key
-from rescheduler.placement.waiting_line import WaitingLine
+from rescheduler.placement.waiting_line import Pool, WaitingLine
 from rescheduler.step_time.mean_step_time import MeanStepTime
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
@@ -88,7 +88,6 @@ class Cluster(Generic[R]):
         key = engine_key(options)
         salt = shared_secret(keys, "watcher") if keys is not None else b""
         self.accounts = Accounts(options.accounts, checks_keys=key is not None, salt=salt)
-        self.background_accounts = Accounts(options.accounts)
         self.all = list(self.instances.values())
         self.decodes = [one for one in self.all if one.instance.role == "decode"]
         self._decide_by(deployment)
@@ -139,26 +138,22 @@ class Cluster(Generic[R]):
             clock,
             self.forecasts,
             budgets,
-            self.line,
-            self._background_line(deployment, clock),
-            self.accounts,
-            self.background_accounts,
+            Pool(self.line, self.accounts),
+            self._background_pool(deployment, clock),
         )
 
-    def _background_line(
-        self, deployment: Deployment, clock: Callable[[], float]
-    ) -> WaitingLine[R] | None:
-        """Return the order among background requests: the shortest first, where anything says so.
+    def _background_pool(self, deployment: Deployment, clock: Callable[[], float]) -> Pool[R]:
+        """Return that of background requests: the shortest first, where anything says so.
 
         They may wait for hours: none is overdue by the clock alone.
         """
+        accounts = Accounts(deployment.proxy.accounts)
         fairness = deployed_order(deployment).fairness
         if not fairness and self.forecasts is None and deployment.prompt_checkpoint is None:
-            return None
+            return Pool(None, accounts)
         order = create_order("shortest", fairness=fairness)
-        return WaitingLine(
-            order, self.decodes, self.forecasts, self.step, clock, inf, self.background_accounts
-        )
+        line = WaitingLine[R](order, self.decodes, self.forecasts, self.step, clock, inf, accounts)
+        return Pool(line, accounts)
 
     async def start(self) -> None:
         """Ask every instance how it is, and go on asking."""

@@ -28,7 +28,6 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Decision, Placements, R
 from rescheduler.placement.waiting_line import (
     Pool,
-    WaitingLine,
     has_leftover,
     still_waiting,
     taken_out,
@@ -197,10 +196,8 @@ class Dispatcher(Generic[R]):
         policy: chooses the decode instance.
         forecasts: of remaining lengths; None if no engine publishes them.
         budgets: of prompts that can be computed in time, if the policy goes by them.
-        line: the order in which requests are served; as they come when None.
-        background_line: that of background requests, which come after all others.
-        accounts: of the clients; a new table when None.
-        background_accounts: of their background requests, likewise.
+        pool: of the requests that wait; as they come, with accounts of its own, when None.
+        background: of background requests, which come after all others, likewise.
     """
 
     def __init__(
@@ -213,15 +210,13 @@ class Dispatcher(Generic[R]):
         clock: Callable[[], float],
         forecasts: LiveForecasts | None = None,
         budgets: PrefillBudgets | None = None,
-        line: WaitingLine[R] | None = None,
-        background_line: WaitingLine[R] | None = None,
-        accounts: Accounts | None = None,
-        background_accounts: Accounts | None = None,
+        pool: Pool[R] | None = None,
+        background: Pool[R] | None = None,
     ) -> None:
-        self.accounts = accounts or Accounts(options.accounts)
-        self.background_accounts = background_accounts or Accounts(options.accounts)
-        self._pool = Pool(line, self.accounts)
-        self._background_pool = Pool(background_line, self.background_accounts)
+        self._pool = pool or Pool(None, Accounts(options.accounts))
+        self._background_pool = background or Pool(None, Accounts(options.accounts))
+        self.accounts = self._pool.accounts
+        self.background_accounts = self._background_pool.accounts
         self._placements = placements
         self._policy = policy
         self._step = step

@@ -13,6 +13,7 @@ from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placements
+from rescheduler.placement.waiting_line import Pool
 from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.step_time.mean_step_time import MeanStepTime
 
@@ -66,7 +67,7 @@ def shared_by_sessions(
         all=instances,
         placements=placements,
         dispatcher=Dispatcher(
-            placements, instances, JSQLoad(), options, step, clock, accounts=accounts
+            placements, instances, JSQLoad(), options, step, clock, pool=Pool(None, accounts)
         ),
         accounts=accounts,
         step=step,
