@@ -49,6 +49,7 @@ _FRESH_SECONDS = 0.25
 _GAIN, _NARROWEST, _WIDEST = 0.03, -0.25, 1.5
 
 
+@dataclass(eq=False, slots=True)
 class Trial:
     """A forecast whose outcome is awaited.
 
@@ -60,14 +61,11 @@ class Trial:
         late: it has not come by the upper bound that was told, which has been learnt from.
     """
 
-    __slots__ = ("expected", "late", "made", "score", "told")
-
-    def __init__(self, expected: Interval, told: Interval, made: float) -> None:
-        self.expected = expected
-        self.told = told
-        self.made = made
-        self.score: float | None = None
-        self.late = False
+    expected: Interval
+    told: Interval
+    made: float
+    score: float | None = None
+    late: bool = False
 
 
 class Calibration:
@@ -328,8 +326,8 @@ class FinishTimes:
         self._followed: dict[Placeable, _Followed] = {}
         self._unproved: set[Placeable] = set()  # no engine has accepted them yet
         self._random = random.Random(0)
-        self._may_follow, self._followed_at = _RATE, clock()
-        self._told: tuple[Placeable, float, Expected] | None = None
+        self._allowed, self._allowed_at = _RATE, clock()
+        self._latest: tuple[Placeable, float, Expected] | None = None
 
     def arrived(self, request: Placeable) -> Expected | None:
         """Follow a new request, and return what is expected of it.
@@ -357,7 +355,7 @@ class FinishTimes:
             return
         for forecast in followed.forecasts.values():
             if forecast.start is not None:
-                seconds = self._came("start", self._starts, forecast.kind, forecast.start)
+                seconds = self._settle("start", self._starts, forecast.kind, forecast.start)
                 forecast.start = None
                 if forecast.kind == "arriving":
                     self._first_tokens.took(forecast.prompts, seconds)
@@ -381,7 +379,7 @@ class FinishTimes:
         complete = complete and not request.slow_client
         for forecast in followed.forecasts.values() if followed is not None else ():
             if complete:
-                self._came("finish", self._finishes, forecast.kind, forecast.finish, at)
+                self._settle("finish", self._finishes, forecast.kind, forecast.finish, at)
                 if forecast.start is not None:  # nobody saw its tokens one by one
                     self._starts[forecast.kind].drop(forecast.start)
             else:
@@ -400,8 +398,8 @@ class FinishTimes:
         """
         if request.background and not has_started(request):
             return None
-        if self._told is not None:
-            of, at, told = self._told
+        if self._latest is not None:
+            of, at, told = self._latest
             if of is request and self._clock() - at < _SAME_SECONDS:
                 return told
         raw = self._raw(request)
@@ -449,21 +447,21 @@ class FinishTimes:
     def _follow(self, when: str, request: Placeable) -> Expected | None:
         """Forecast a request, to be compared with what comes."""
         now = self._clock()
-        self._may_follow = min(self._may_follow + _RATE * (now - self._followed_at), _RATE)
-        self._followed_at = now
-        if self._may_follow < 1.0:
+        self._allowed = min(self._allowed + _RATE * (now - self._allowed_at), _RATE)
+        self._allowed_at = now
+        if self._allowed < 1.0:
             return None
         raw = self._raw(request)
         if raw is None or not self.load.lengths.knows(request, self._forecasts):
             return None
-        self._may_follow -= 1.0
+        self._allowed -= 1.0
         if when == "first_token":
             raw = raw._replace(kind="first_token")
         forecasts = self._followed[request].forecasts
         if when in forecasts:
             self._drop(forecasts[when])
         told, start = self._calibrated(raw), None
-        self._told = request, now, told
+        self._latest = request, now, told
         if raw.start is not None and told.start is not None:
             start = self._starts[raw.kind].begin(raw.start, told.start)
         forecasts[when] = _Forecast(
@@ -487,7 +485,7 @@ class FinishTimes:
             start, finish = _apart(start, finish, raw.own)
         return Expected(raw.place, start, finish, raw.tokens)
 
-    def _came(
+    def _settle(
         self,
         of: str,
         calibrations: dict[str, Calibration],

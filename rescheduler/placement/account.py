@@ -3,6 +3,7 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import exp, log
 from secrets import token_bytes
 from typing import Any
@@ -14,6 +15,7 @@ _PRIOR = 4.0
 _LEAST_CORRECTION, _MOST_CORRECTION = 0.5, 64.0
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Account:
     """Whoever requests are for, and what they have had, in prompt tokens over its weight.
 
@@ -28,28 +30,16 @@ class Account:
         mean_service: of its requests that have ended; None before any has.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_error",
-        "_errors",
-        "charges",
-        "mean_service",
-        "name",
-        "settled",
-        "strictness",
-        "unfinished",
-        "waiting",
-        "weight",
-    )
-
-    def __init__(self, name: str, weight: float = 1.0) -> None:
-        self.name, self.weight = name, weight
-        self.unfinished = self.waiting = 0
-        self.strictness: dict[float, float] = {}
-        self.settled = 0.0
-        self.charges: dict[Any, float] = {}
-        self.mean_service: float | None = None
-        self._error = self._errors = 0.0
+    name: str
+    weight: float = 1.0
+    unfinished: int = 0
+    waiting: int = 0
+    strictness: dict[float, float] = field(default_factory=dict)
+    settled: float = 0.0
+    charges: dict[Any, float] = field(default_factory=dict)
+    mean_service: float | None = None
+    _error: float = 0.0
+    _errors: float = 0.0
 
     @property
     def served(self) -> float:

@@ -173,43 +173,37 @@ class RequestEvidence:
         patience: seconds within which a token is expected of an engine that is not slow.
         lands: it has just been moved, and can go back: it does not wait there for room, nor for
             an engine that makes no step.
+
+    Attributes:
+        since: when its last token came, or it was sent.
+        asked: when its engine was last asked for it, or its last token came.
     """
 
-    __slots__ = ("_asked", "_known", "_last", "_steps", "_unknown", "lands", "patience")
+    __slots__ = ("_known", "_steps", "_unknown", "asked", "lands", "patience", "since")
 
     def __init__(self, now: float, patience: float, lands: bool = False) -> None:
         self.patience, self.lands = patience, lands
-        self._last = self._asked = now
+        self.since = self.asked = now
         self._known = False
         self._unknown = 0
         self._steps = -1
 
-    @property
-    def since(self) -> float:
-        """When its last token came, or it was sent."""
-        return self._last
-
-    @property
-    def asked(self) -> float:
-        """When its engine was last asked for it, or its last token came."""
-        return self._asked
-
     def progressed(self, now: float, patience: float) -> None:
         """Note a token; the next one is expected within another time."""
-        self._last = self._asked = now
+        self.since = self.asked = now
         self.patience = patience
         self.lands = False
         self._known, self._unknown = True, 0
 
     def held(self, seconds: float) -> None:
         """Exclude seconds in which a slow client blocked reading."""
-        self._last += seconds
-        self._asked += seconds
+        self.since += seconds
+        self.asked += seconds
 
     def is_due(self, now: float) -> bool:
         """Return whether to ask its engine for it now."""
         again = min(_UNKNOWN_AGAIN, self.patience / 2) if self._unknown else self.patience / 2
-        return now - self._asked > again
+        return now - self.asked > again
 
     def told(
         self, now: float, status: RequestStatus, steps: int, answers: bool, allowed: float
@@ -223,9 +217,9 @@ class RequestEvidence:
             answers: its HTTP server does, too: what it has not handed on yet is not lost.
             allowed: seconds for an engine that has never had it: it may be on its way there.
         """
-        self._asked = now
+        self.asked = now
         before, self._steps = self._steps, steps
-        late = now - self._last
+        late = now - self.since
         if late > LONGEST_WAIT:
             return f"no token within {LONGEST_WAIT:g} s"
         if status is RequestStatus.UNKNOWN:
@@ -243,9 +237,9 @@ class RequestEvidence:
 
     def overdue(self, now: float, allowed: float) -> str:
         """Return why it has failed, or nothing, where its engine cannot be asked."""
-        self._asked = now
+        self.asked = now
         allowed = self.patience if self.lands else min(allowed, LONGEST_WAIT)
-        return f"no token within {allowed:.0f} s" if now - self._last > allowed else ""
+        return f"no token within {allowed:.0f} s" if now - self.since > allowed else ""
 
 
 def allowance(patience: float, requests: int, tokens: int) -> float:

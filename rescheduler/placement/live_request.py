@@ -223,6 +223,7 @@ class LiveRequest(Placeable):
     Attributes:
         hop: number of its placement on decode instances, from 0; -1 before the first.
         client_blocks: its tokens wait for its client, which reads too slowly.
+        last_token: when its last token so far came, on the loop's clock; None before the first.
         failed_by: instances that answered it with an error since one last served it.
         engines_lost: engines that ended while they had just begun with it.
         breaks: its streams that broke later than that.
@@ -267,7 +268,7 @@ class LiveRequest(Placeable):
         self.trace: Span = NO_SPAN
         self._placements = placements
         self._state: RequestState = Waiting()
-        self._last_token: float | None = None
+        self.last_token: float | None = None
         self._next_token: asyncio.Future[None] | None = None  # if anyone waits for it
         self._prefills = 0
         self._segment: asyncio.Timeout | None = None  # if it may give way
@@ -291,11 +292,6 @@ class LiveRequest(Placeable):
     def ended(self) -> bool:
         """Whether it has ended."""
         return isinstance(self._state, Finished)
-
-    @property
-    def last_token(self) -> float | None:
-        """When its last token so far came, in seconds on the loop's clock."""
-        return self._last_token
 
     @property
     def prefill(self) -> Prefill | None:
@@ -443,7 +439,7 @@ class LiveRequest(Placeable):
         state = self._state
         landed = isinstance(state, Landing)
         first = landed or isinstance(state, (Placed, Returned))
-        waited = None if self._last_token is None else now - self._last_token
+        waited = None if self.last_token is None else now - self.last_token
         if first:
             assert self.instance is not None
             self._enter(Decoding(self.instance), waited if landed else None)
@@ -454,7 +450,7 @@ class LiveRequest(Placeable):
         elif not self.generating:
             raise IllegalTransitionError(f"a token comes for a request that is {self._name}")
         self._wake()
-        self._last_token = now
+        self.last_token = now
         return TokenArrival(first, landed, waited)
 
     def untracked_tokens(self, tokens: int, now: float) -> TokenArrival:

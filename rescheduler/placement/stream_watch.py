@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from math import inf
 
 from rescheduler.placement.evidence import (
@@ -37,32 +38,25 @@ class LateError(UpstreamError):
     """Raised when what was awaited from an engine has failed, by evidence or after its bound."""
 
 
+@dataclass(eq=False, slots=True)
 class Wait:
     """Something that is awaited from an engine for a request.
 
     Attributes:
         evidence: of the request there.
+        timeout: ends it.
+        streams: the request's tokens are seen as they come.
         paused: nobody reads what the engine says, since a client reads slowly.
         error: why it has failed; None while it has not.
     """
 
-    __slots__ = ("_timeout", "error", "evidence", "instance", "paused", "request", "streams")
-
-    def __init__(
-        self,
-        request: LiveRequest,
-        instance: InstanceState,
-        evidence: RequestEvidence,
-        timeout: asyncio.Timeout,
-        streams: bool,
-    ) -> None:
-        self.request = request
-        self.instance = instance
-        self.evidence = evidence
-        self.streams = streams
-        self.paused = False
-        self.error: LateError | None = None
-        self._timeout = timeout
+    request: LiveRequest
+    instance: InstanceState
+    evidence: RequestEvidence
+    timeout: asyncio.Timeout
+    streams: bool
+    paused: bool = False
+    error: LateError | None = None
 
     def progressed(self, now: float, patience: float) -> None:
         """Note a token."""
@@ -84,7 +78,7 @@ class Wait:
         """End the wait."""
         if self.error is None:
             self.error = LateError(self.instance.instance, why)
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+            self.timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class StreamWatch:
@@ -224,8 +218,9 @@ class StreamWatch:
         instance.evidence.heard(asyncio.get_running_loop().time())
         state = instance.engine
         busy = state is not None and state.running + state.waiting > 0
+        unnamed = RequestStatus.RUNNING if busy else None  # nobody knows its name in the engine
         return [
-            _of_unnamed(busy) if wait.request.client.direct == "path" else status
+            unnamed if wait.request.client.direct == "path" else status
             for wait, status in zip(waits, found.statuses, strict=True)
         ], found.steps
 
@@ -267,11 +262,6 @@ def _alone(wait: Wait) -> Iterator[None]:
     except Exception:
         logger.exception("looking after request %s failed", wait.request.id)
         wait.fail("the proxy failed to look after it")
-
-
-def _of_unnamed(busy: bool) -> RequestStatus | None:
-    """Return the status of a request whose name in the engine nobody knows."""
-    return RequestStatus.RUNNING if busy else None
 
 
 def _went_on(grew: float, wait: Wait) -> RequestStatus | None:
