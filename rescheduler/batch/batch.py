@@ -6,11 +6,11 @@ import math
 import os
 import random
 import resource
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -37,6 +37,7 @@ from rescheduler.batch.batch_progress import (
 )
 from rescheduler.commands.event_loop import end_when_asked, escaped
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS
+from rescheduler.placement.upstream import probed_by_kernel
 
 _SOME_FAILED, _INTERRUPTED = 3, 130
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 15.0
@@ -191,7 +192,8 @@ class BatchSender:
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         # Servers close idle connections, perhaps just as one is used again.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_kept_alive)
+        probed = partial(probed_by_kernel, idle_seconds=60, between_seconds=15, count=4)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=probed)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=headers
@@ -392,17 +394,6 @@ def _allow_files(concurrency: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that finds out when the server's machine is gone: nobody would say so."""
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return made
 
 
 class _Answered(msgspec.Struct):

@@ -84,7 +84,8 @@ class Pace:
         if left <= 0:
             return Finish(0.0, 0.0, 0.0)
         n, k = self._answers, len(self._recent)
-        relative = self._variance() / (self._sum / n) ** 2
+        variance = max(0.0, (self._squares - self._sum**2 / n) / max(1, n - 1))
+        relative = variance / (self._sum / n) ** 2
         spread = sqrt(relative * (1 / left + 1 / n) + (1 + relative) / k)
         expected = left * self._sum / n / rate
         half = _NORMAL_80 * spread * expected
@@ -98,10 +99,6 @@ class Pace:
         self._answers += 1
         self._sum += tokens
         self._squares += tokens * tokens
-
-    def _variance(self) -> float:
-        n = self._answers
-        return max(0.0, (self._squares - self._sum**2 / n) / max(1, n - 1))
 
 
 class BatchProgress:

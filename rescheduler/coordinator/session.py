@@ -21,7 +21,6 @@ from rescheduler.coordination.messages import (
     Answer,
     CoordinationError,
     Ended,
-    MoveEnded,
     MoveOrder,
     Notice,
     Record,
@@ -255,7 +254,9 @@ class Session:
                 raise _nowhere(failure.instance, len(self._instances))
             self._failed(self._instances[failure.instance], failure.certain)
         for move in report.moves:
-            self._move_ended(move)
+            moved = self.mirrors.get(move.handle)
+            if moved is not None and moved.order is not None and moved.order.hop == move.hop:
+                self._end_order(moved, MoveOutcome(move.outcome, move.pause))
         for i, ended in enumerate(report.ended):
             if not await self._goes_on(i):
                 return
@@ -454,11 +455,6 @@ class Session:
             return None
         index = self._instances.index
         return MoveOrder(mirror.handle, order.hop, index(source), index(order.target), order.why)
-
-    def _move_ended(self, move: MoveEnded) -> None:
-        mirror = self.mirrors.get(move.handle)
-        if mirror is not None and mirror.order is not None and mirror.order.hop == move.hop:
-            self._end_order(mirror, MoveOutcome(move.outcome, move.pause))
 
     def _settle_orders(self, heard: int) -> None:
         """End the orders that the proxy has read, and does not carry out."""

@@ -176,13 +176,7 @@ class FleetLoad:
         if ahead is None or pace is None:
             return None
         steps = seconds / pace
-        n, n_variance, tokens, tokens_variance = (
-            float(ahead.at(steps, values).sum())
-            for values in (
-                *(ahead.requests, ahead.requests_variance),
-                *(ahead.tokens, ahead.tokens_variance),
-            )
-        )
+        n, n_variance, tokens, tokens_variance = ahead.at(steps).sum(axis=1).tolist()
         if arrivals:
             grid = np.linspace(0.0, steps, 129)
             alive = self.lengths.new_request(self._forecasts, grid)

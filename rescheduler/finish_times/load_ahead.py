@@ -55,10 +55,8 @@ class LoadAhead:
     """The load of G instances at P points ahead, and when n waiting requests start.
 
     Attributes:
-        requests: [G, P] expected number of requests.
-        requests_variance: [G, P] of it.
-        tokens: [G, P] expected context tokens.
-        tokens_variance: [G, P] of them, lengths being independent.
+        load: [4, G, P] expected number of requests, the variance of that, expected context tokens,
+            and the variance of these, lengths being independent.
         start: [n] decode steps until each starts; infinite: not within the last point.
         instance: [n] where; `ANYWHERE` if not within the last point.
         slots: [G] B.
@@ -66,20 +64,15 @@ class LoadAhead:
         takes: [G] whether an instance takes further requests.
         drained: [G] decode steps until all that runs now has ended, with a probability of 0.9 or
             so: an expected 0.1 requests are left.
-        load: [4, G, P] what requests and tokens and their variances are views of.
     """
 
-    requests: FloatArray
-    requests_variance: FloatArray
-    tokens: FloatArray
-    tokens_variance: FloatArray
+    load: FloatArray
     start: FloatArray
     instance: IntArray
     slots: FloatArray
     capacity: FloatArray
     takes: npt.NDArray[np.bool_]
     drained: FloatArray
-    load: FloatArray
 
     def next_start(self, context: int) -> float:
         """Return the steps until one more request would start that comes after all others."""
@@ -100,7 +93,7 @@ class LoadAhead:
     def _next(self, context: int) -> tuple[float, int]:
         start, where = np.inf, ANYWHERE
         for g in np.flatnonzero(self.takes).tolist():
-            requests, tokens = self.requests[g], self.tokens[g]
+            requests, _, tokens, _ = self.load[:, g]
             s = _first_room(STEPS, requests, tokens, context, self.slots[g], self.capacity[g])
             if s < start:
                 start, where = s, g
@@ -108,11 +101,11 @@ class LoadAhead:
         behind = self.start[np.isfinite(self.start)].max(initial=0.0)
         return max(start, float(behind)), where
 
-    def at(self, steps: float, values: FloatArray) -> FloatArray:
-        """Return one of its arrays that many steps ahead, [G]."""
+    def at(self, steps: float) -> FloatArray:
+        """Return the load that many steps ahead, [4, G]."""
         right = min(max(int(np.searchsorted(STEPS, steps, "left")), 1), len(STEPS) - 1)
         part = (steps - STEPS[right - 1]) / (STEPS[right] - STEPS[right - 1])
-        low, high = values[:, right - 1], values[:, right]
+        low, high = self.load[..., right - 1], self.load[..., right]
         return np.asarray(low + min(max(part, 0.0), 1.0) * (high - low))
 
 
@@ -137,8 +130,8 @@ def load_ahead(
         takes: [G] whether an instance takes requests that may go to any; None: all do.
     """
     n_instances, n_waiting = len(slots), len(queue.context)
-    arrays = np.zeros((4, n_instances, len(STEPS)))
-    requests, requests_variance, tokens, tokens_variance = arrays
+    load = np.zeros((4, n_instances, len(STEPS)))
+    requests, requests_variance, tokens, tokens_variance = load
     if len(instance):
         survival = forecast.at(STEPS)
         held = context[:, None] + STEPS
@@ -156,19 +149,15 @@ def load_ahead(
         curves = np.ascontiguousarray(queue.survival)
         needs = queue.context.astype(np.float64)
         at = queue.instance
-        _start_all(STEPS, curves, needs, at, places, room, open_to_all, arrays, start, where)
+        _start_all(STEPS, curves, needs, at, places, room, open_to_all, load, start, where)
     return LoadAhead(
-        requests=requests,
-        requests_variance=requests_variance,
-        tokens=tokens,
-        tokens_variance=tokens_variance,
+        load=load,
         start=start,
         instance=where,
         slots=places,
         capacity=room,
         takes=open_to_all,
         drained=drained,
-        load=arrays,
     )
 
 

@@ -94,7 +94,7 @@ class Promises:
                 429,
                 _refusal(seconds, level, earliest),
                 "finish_in_s",
-                retry_after=1 if earliest is None else _retry_after(earliest - seconds),
+                retry_after=round(min(max((earliest or 0.0) - seconds, 1.0), _LONGEST_RETRY)),
             )
         if level == 0:
             return probability
@@ -146,10 +146,6 @@ class Promises:
 def _rounded(level: float) -> float:
     """Return a level of those that are learnt apart, of which there are a hundred."""
     return min(round(level, 2), 0.99)
-
-
-def _retry_after(seconds: float) -> int:
-    return round(min(max(seconds, 1.0), _LONGEST_RETRY))
 
 
 def _refusal(seconds: float, level: float, earliest: float | None) -> str:

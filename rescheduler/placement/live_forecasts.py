@@ -225,7 +225,7 @@ class LiveForecasts:
         for i, name in enumerate(batch.names):
             request = self._running.get(name)
             if request is not None and name not in self._ended:
-                at = _engines(request)
+                at = {one.name for one in (request.instance, request.destination) if one}
                 own[i] = batch.instance in at
                 newest[i] = own[i] or (newest[i] and self._made_by.get(name) not in at)
         chosen = np.flatnonzero(newest)
@@ -276,8 +276,3 @@ def _uncut(expected: int, most: int | None) -> float:
         m = sqrt(low * high)
         low, high = (low, m) if -m * expm1(-most / m) > expected else (m, high)
     return low
-
-
-def _engines(request: Placeable) -> set[str]:
-    """Return the names of the engine that a request is on, and of the one that it is going to."""
-    return {one.name for one in (request.instance, request.destination) if one is not None}

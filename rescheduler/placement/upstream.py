@@ -126,7 +126,7 @@ class Upstream:
         noted = aiohttp.TraceConfig()
         noted.on_connection_reuseconn.append(_note_reuse)
         return aiohttp.ClientSession(
-            connector=_Connector(limit=0, socket_factory=_probed_by_kernel, **kept),
+            connector=_Connector(limit=0, socket_factory=probed_by_kernel, **kept),
             trace_configs=[noted],
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds),
             headers={"Accept-Encoding": "identity"},
@@ -334,22 +334,22 @@ async def _note_reuse(
         context.trace_request_ctx["reused"] = True
 
 
-def _probed_by_kernel(address: aiohttp.AddrInfoType) -> socket.socket:
+def probed_by_kernel(
+    address: aiohttp.AddrInfoType, idle_seconds: int = 5, between_seconds: int = 5, count: int = 3
+) -> socket.socket:
     """Return a socket whose connection breaks when the other machine is gone.
 
-    The machine of a process that is slow, or stopped, still answers its kernel's questions.
+    After some seconds without a byte the kernel asks that many times, at intervals. The machine of
+    a process that is slow, or stopped, still answers.
     """
-    family, kind, protocol, _, _ = address
+    family, kind, protocol, *_ = address
     connection = socket.socket(family, kind, protocol)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE.items():
+    values = idle_seconds, between_seconds, count
+    for option, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), values, strict=True):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return connection
-
-
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds without a byte, seconds between two questions, and questions without an answer."""
 
 
 @contextmanager

@@ -95,9 +95,9 @@ def test_drained_when_the_last_one_ends() -> None:
 
 def test_tokens_grow_until_requests_end() -> None:
     found = ahead([100], [40], [])
-    assert float(found.at(0.0, found.tokens)[0]) == 40
-    assert float(found.at(7.0, found.tokens)[0]) == 47
-    assert float(found.at(5_000.0, found.tokens)[0]) == 0
+    assert float(found.at(0.0)[2, 0]) == 40
+    assert float(found.at(7.0)[2, 0]) == 47
+    assert float(found.at(5_000.0)[2, 0]) == 0
 
 
 @given(
@@ -110,8 +110,8 @@ def test_no_more_run_than_there_are_slots(
 ) -> None:
     left = left[:slots]
     found = ahead(left, [10] * len(left), waiting, slots=slots)
-    assert (found.requests <= slots + 1e-6).all()
-    assert (found.requests >= -1e-9).all() and (found.tokens_variance >= -1e-6).all()
+    assert (found.load[0] <= slots + 1e-6).all()
+    assert (found.load[0] >= -1e-9).all() and (found.load[3] >= -1e-6).all()
     starts = found.start[np.isfinite(found.start)]
     assert (np.diff(starts) >= -1e-6).all(), "alike in memory, they start in their order"
     assert found.next_start(10) >= starts.max(initial=0.0)
