@@ -260,12 +260,11 @@ class Observed(NamedTuple):
 
 @dataclass(slots=True)
 class _Forecast:
-    """A forecast that is yet to come true."""
+    """A forecast that is yet to come true, of its ``start`` or ``finish`` or both."""
 
     kind: str
-    finish: Trial
-    start: Trial | None = None
-    prompts: float = 0.0
+    prompts: float
+    trials: dict[str, Trial]
 
 
 @dataclass(slots=True)
@@ -321,30 +320,27 @@ class FinishTimes:
         self._clock = clock
         self._observed = observed
         self._first_tokens = FirstTokens()
-        self._finishes = {kind: Calibration(clock) for kind in KINDS}
-        self._starts = {kind: Calibration(clock) for kind in KINDS[:2]}
+        self._calibrations = {("finish", kind): Calibration(clock) for kind in KINDS}
+        self._calibrations |= {("start", kind): Calibration(clock) for kind in KINDS[:2]}
         self._followed: dict[Placeable, _Followed] = {}
         self._unproved: set[Placeable] = set()  # no engine has accepted them yet
         self._random = random.Random(0)
         self._allowed, self._allowed_at = _RATE, clock()
         self._latest: tuple[Placeable, float, Expected] | None = None
 
-    def arrived(self, request: Placeable) -> Expected | None:
-        """Follow a new request, and return what is expected of it.
+    def arrived(self, request: Placeable) -> None:
+        """Follow a new request.
 
         It counts as an arrival once an engine has accepted it, which its first token proves.
-
-        None while nothing is known, or where too many requests come for all to be followed.
         """
         if request.background:
-            return None
+            return
         self._unproved.add(request)
         if request.several:
-            return None
+            return
         self._followed[request] = _Followed()
-        told = self._follow("arrival", request)
+        self._follow("arrival", request)
         self.load.join(request)
-        return told
 
     def first_token(self, request: Placeable) -> None:
         """Note that the first token of a request has come."""
@@ -354,9 +350,8 @@ class FinishTimes:
         if followed is None:
             return
         for forecast in followed.forecasts.values():
-            if forecast.start is not None:
-                seconds = self._settle("start", self._starts, forecast.kind, forecast.start)
-                forecast.start = None
+            if "start" in forecast.trials:
+                seconds = self._settle("start", forecast)
                 if forecast.kind == "arriving":
                     self._first_tokens.took(forecast.prompts, seconds)
         followed.sampled = 0
@@ -379,11 +374,9 @@ class FinishTimes:
         complete = complete and not request.slow_client
         for forecast in followed.forecasts.values() if followed is not None else ():
             if complete:
-                self._settle("finish", self._finishes, forecast.kind, forecast.finish, at)
-                if forecast.start is not None:  # nobody saw its tokens one by one
-                    self._starts[forecast.kind].drop(forecast.start)
-            else:
-                self._drop(forecast, refused)
+                self._settle("finish", forecast, at)
+            # The start of one that is complete is left where nobody saw its tokens one by one.
+            self._drop(forecast, refused)
 
     def _proved(self, request: Placeable) -> None:
         if request in self._unproved:
@@ -411,14 +404,14 @@ class FinishTimes:
         None while too few requests have ended.
         """
         raw = self._raw(request)
-        if raw is None or not any(self._finishes[kind].learned for kind in KINDS[:2]):
+        if raw is None or not any(self._calibrations["finish", kind].learned for kind in KINDS[:2]):
             return None
-        return self._finishes[raw.kind].probability(raw.finish, seconds)
+        return self._calibrations["finish", raw.kind].probability(raw.finish, seconds)
 
     def finish_quantile(self, request: Placeable, level: float) -> float | None:
         """Return the seconds within which a request ends with a probability."""
         raw = self._raw(request)
-        return self._finishes[raw.kind].quantile(raw.finish, level) if raw else None
+        return self._calibrations["finish", raw.kind].quantile(raw.finish, level) if raw else None
 
     def service_quantile(self, request: Placeable, level: float) -> float:
         """Return the seconds that a request takes from its start on, with a probability."""
@@ -444,59 +437,48 @@ class FinishTimes:
                     for forecast in self._followed.pop(request).forecasts.values():
                         self._drop(forecast)
 
-    def _follow(self, when: str, request: Placeable) -> Expected | None:
-        """Forecast a request, to be compared with what comes."""
+    def _follow(self, when: str, request: Placeable) -> None:
+        """Forecast a request, to be compared with what comes; not more often than at a rate."""
         now = self._clock()
         self._allowed = min(self._allowed + _RATE * (now - self._allowed_at), _RATE)
         self._allowed_at = now
         if self._allowed < 1.0:
-            return None
+            return
         raw = self._raw(request)
         if raw is None or not self.load.lengths.knows(request, self._forecasts):
-            return None
+            return
         self._allowed -= 1.0
         if when == "first_token":
             raw = raw._replace(kind="first_token")
         forecasts = self._followed[request].forecasts
         if when in forecasts:
             self._drop(forecasts[when])
-        told, start = self._calibrated(raw), None
-        self._latest = request, now, told
-        if raw.start is not None and told.start is not None:
-            start = self._starts[raw.kind].begin(raw.start, told.start)
-        forecasts[when] = _Forecast(
-            kind=raw.kind,
-            finish=self._finishes[raw.kind].begin(raw.finish, told.finish),
-            start=start,
-            prompts=raw.prompts,
-        )
-        return told
+        expected, calibrations = self._calibrated(raw), self._calibrations
+        self._latest = request, now, expected
+        trials = {"finish": calibrations["finish", raw.kind].begin(raw.finish, expected.finish)}
+        if raw.start is not None and expected.start is not None:
+            trials["start"] = calibrations["start", raw.kind].begin(raw.start, expected.start)
+        forecasts[when] = _Forecast(raw.kind, raw.prompts, trials)
 
     def _drop(self, forecast: _Forecast, refused: bool = False) -> None:
         """Forget a forecast; of a request that no engine has accepted no trace is left."""
-        self._finishes[forecast.kind].drop(forecast.finish, refused)
-        if forecast.start is not None:
-            self._starts[forecast.kind].drop(forecast.start, refused)
+        for of, trial in forecast.trials.items():
+            self._calibrations[of, forecast.kind].drop(trial, refused)
 
     def _calibrated(self, raw: _Raw) -> Expected:
-        finish, start = self._finishes[raw.kind].interval(raw.finish), None
+        finish, start = self._calibrations["finish", raw.kind].interval(raw.finish), None
         if raw.start is not None:
-            start = self._starts[raw.kind].interval(raw.start)
+            start = self._calibrations["start", raw.kind].interval(raw.start)
             start, finish = _apart(start, finish, raw.own)
         return Expected(raw.place, start, finish, raw.tokens)
 
-    def _settle(
-        self,
-        of: str,
-        calibrations: dict[str, Calibration],
-        kind: str,
-        trial: Trial,
-        at: float | None = None,
-    ) -> float:
+    def _settle(self, of: str, forecast: _Forecast, at: float | None = None) -> float:
+        """Learn what came of a forecast now, or at a time; return after how many seconds."""
+        trial = forecast.trials.pop(of)
         seconds = max((self._clock() if at is None else at) - trial.made, _LEAST_SECONDS)
-        calibrations[kind].came(trial, seconds)
+        self._calibrations[of, forecast.kind].came(trial, seconds)
         if self._observed is not None:
-            self._observed(Observed(kind, of, trial.told, seconds))
+            self._observed(Observed(forecast.kind, of, trial.told, seconds))
         return seconds
 
     def _raw(self, request: Placeable) -> _Raw | None:
