@@ -1,31 +1,13 @@
 """The text of a request whose tokens come from several engines, and where a stop string ends it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-
-@dataclass(frozen=True, slots=True)
-class TextRules:
-    """How tokens become text, and which text ends a request.
-
-    Attributes:
-        stop: strings that end it.
-        include_stop: whether such a string is shown.
-        min_tokens: tokens before which none is looked for.
-        skip_special_tokens: whether special tokens are left out.
-        spaces_between_special_tokens: whether the tokenizer may put spaces between them.
-    """
-
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+from rescheduler.openai.openai_request import TextRules
 
 
 class ContinuedText:

@@ -111,6 +111,25 @@ def error_body(
 
 
 @dataclass(frozen=True, slots=True)
+class TextRules:
+    """How tokens become text, and which text ends a request.
+
+    Attributes:
+        stop: strings that end it.
+        include_stop: whether such a string is shown.
+        min_tokens: tokens before which none is looked for.
+        skip_special_tokens: whether special tokens are left out.
+        spaces_between_special_tokens: whether the tokenizer may put spaces between them.
+    """
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ClientRequest:
     """A client's request, and what of it the proxy has to know.
 
@@ -127,13 +146,9 @@ class ClientRequest:
         keeps_token_ids: the client wants to see token ids.
         max_tokens: most tokens it may generate, at least 1 and at most `MOST_TOKENS`; None: as
             many as the model's context holds.
-        min_tokens: fewest tokens, likewise bounded.
-        fewest_tokens: likewise, where nothing but ``max_tokens`` can end it.
+        fewest_tokens: that it will generate: all of them where only ``max_tokens`` can end it.
         answers: that it asks for, at most `MOST_ANSWERS`.
-        stop: strings that end it.
-        include_stop: whether such a string is shown.
-        skip_special_tokens: whether special tokens are left out of the text.
-        spaces_between_special_tokens: as in vLLM.
+        text: how its tokens become text, and which text ends it.
         tier: its ``service_tier``: the class whose level of promises it takes.
         finish_in: seconds from its arrival within which it must finish, or be refused.
         finish_by: seconds since 1970, likewise.
@@ -156,13 +171,9 @@ class ClientRequest:
     model: str = ""
     include_usage: bool = False
     keeps_token_ids: bool = False
-    min_tokens: int = 0
     fewest_tokens: int = 0
     answers: int = 1
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    text: TextRules = TextRules()
     tier: str = "default"
     finish_in: float | None = None
     finish_by: float | None = None
@@ -256,7 +267,9 @@ class EngineBodies:
         if request.movable:
             _stream_tokens(request, body)
         if not request.direct:
-            whole = {"answer": {"whole": True}} if _is_parsed_whole(request) else {}
+            # The engine streams tokens to the proxy, and parses all of them at the end.
+            parsed_whole = request.tools and request.movable and not request.stream
+            whole = {"answer": {"whole": True}} if parsed_whole else {}
             body["kv_transfer_params"] = self._transfer(params or {}, id=id, hop=hop, **whole)
         return encode(body)
 
@@ -291,8 +304,8 @@ class EngineBodies:
             body["max_completion_tokens" if request.chat else "max_tokens"] = (
                 request.max_tokens - generated
             )
-        if request.min_tokens:
-            body["min_tokens"] = max(0, request.min_tokens - generated)
+        if request.text.min_tokens:
+            body["min_tokens"] = max(0, request.text.min_tokens - generated)
         body["kv_transfer_params"] = transfer
         return encode(body)
 
@@ -318,11 +331,6 @@ class EngineBodies:
     def _transfer(self, params: dict[str, Any], **headway: Any) -> dict[str, Any]:
         params = {**params, MIGRATION_PARAMS: headway}
         return params if self._secret is None else signed(params, self._secret)
-
-
-def _is_parsed_whole(request: ClientRequest) -> bool:
-    """Whether an engine streams tokens to the proxy, and parses all of them at the end."""
-    return request.tools and request.movable and not request.stream
 
 
 def _stream_tokens(request: ClientRequest, body: dict[str, Any]) -> None:

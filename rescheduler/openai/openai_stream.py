@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from tokenizers import Tokenizer
 
-from rescheduler.openai.continued_text import ContinuedText, ParsedAgain, TextRules
+from rescheduler.openai.continued_text import ContinuedText, ParsedAgain
 from rescheduler.openai.openai_request import ClientRequest
 
 DONE = b"[DONE]"
@@ -298,7 +298,7 @@ class StreamSplicer:
         return {
             "shown": self._again.shown,
             "chunks": self._again.chunks,
-            "stop": list(request.stop),
+            "stop": list(request.text.stop),
             "whole": request.tools and not request.stream,
         }
 
@@ -345,15 +345,8 @@ class StreamSplicer:
         if self.parsed:
             self._again.cut = True
         elif self._text is None:
-            request = self._request
+            rules = self._request.text
             assert self._tokenizer is not None
-            rules = TextRules(
-                request.stop,
-                request.include_stop,
-                request.min_tokens,
-                request.skip_special_tokens,
-                request.spaces_between_special_tokens,
-            )
             self._text = ContinuedText(self._tokenizer, self.prompt_token_ids, rules)
             self._text.follow(self.output_token_ids)
             self._text.skip(self._characters)

@@ -21,6 +21,7 @@ from rescheduler.openai.openai_request import (
     UNREADABLE,
     ClientRequest,
     RequestRefusedError,
+    TextRules,
 )
 
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions
@@ -68,10 +69,6 @@ class _Promise(msgspec.Struct):
     finish_in_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     finish_by: Annotated[float, msgspec.Meta(gt=0)] | None = None
     finish_level: Annotated[float, msgspec.Meta(ge=0, le=0.999)] | None = None
-
-
-class _Progress(msgspec.Struct):
-    headway: bool | None = False
 
 
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -157,6 +154,7 @@ _large = msgspec.json.Decoder(
     msgspec.defstruct("_Large", [(name, Raw, Raw(b"null")) for name in _LARGE])
 )
 _fields = msgspec.json.Decoder(dict[str, Raw])
+_flag = msgspec.json.Decoder(bool | None)
 _messages = msgspec.json.Decoder(list[_Message])
 _prompts = msgspec.json.Decoder(list[Raw])
 _NOTHING = (b"null", b"[]", b'""')
@@ -210,12 +208,14 @@ def read_request(
         include_usage=not read.stream or bool(options and options.include_usage),
         keeps_token_ids=bool(read.return_token_ids),
         max_tokens=maximum,
-        min_tokens=fewest,
         fewest_tokens=maximum if read.ignore_eos and maximum and not stop else fewest,
-        stop=stop,
-        include_stop=bool(read.include_stop_str_in_output),
-        skip_special_tokens=read.skip_special_tokens is not False,
-        spaces_between_special_tokens=read.spaces_between_special_tokens is not False,
+        text=TextRules(
+            stop=stop,
+            include_stop=bool(read.include_stop_str_in_output),
+            min_tokens=fewest,
+            skip_special_tokens=read.skip_special_tokens is not False,
+            spaces_between_special_tokens=read.spaces_between_special_tokens is not False,
+        ),
         tier=tier,
         finish_in=promise.finish_in_s,
         finish_by=promise.finish_by,
@@ -347,7 +347,7 @@ def _takes_progress(body: dict[str, Raw]) -> bool:
         options = _fields.decode(given)
         if "headway" not in options:
             return False
-        asked = msgspec.json.decode(given, type=_Progress).headway
+        asked = _flag.decode(options["headway"])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False  # the engine says what is wrong
     del options["headway"]

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from rescheduler.openai.continued_text import ContinuedText, TextRules
+from rescheduler.openai.continued_text import ContinuedText
+from rescheduler.openai.openai_request import TextRules
 
 
 @pytest.fixture(scope="session")

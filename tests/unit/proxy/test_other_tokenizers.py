@@ -14,7 +14,8 @@ from scripted_cluster import PROMPT, Cluster, names, scripted, served, tokens_of
 from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import DeploymentError
-from rescheduler.openai.continued_text import ContinuedText, TextRules
+from rescheduler.openai.continued_text import ContinuedText
+from rescheduler.openai.openai_request import TextRules
 from rescheduler.serving import serve
 from rescheduler.serving.serve import load_tokenizer
 

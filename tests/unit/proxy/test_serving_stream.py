@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from serving_streams import engine_stream, whole_text
 from tokenizers import Tokenizer
 
-from rescheduler.openai.continued_text import ContinuedText, TextRules
-from rescheduler.openai.openai_request import CHAT, COMPLETIONS
+from rescheduler.openai.continued_text import ContinuedText
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS, TextRules
 from rescheduler.openai.openai_response import ResponseCollector
 from rescheduler.openai.openai_stream import EventReader, StreamSplicer, event, read_chunk
 from rescheduler.openai.request_reader import read_request
@@ -38,7 +38,7 @@ def spliced(
     client = read_request(CHAT if chat else COMPLETIONS, json.dumps(body).encode())
     splicer = StreamSplicer(client, tokenizer)
     prompt = tokenizer.encode(PROMPT).ids
-    withheld = max(map(len, client.stop), default=1) - 1
+    withheld = max(map(len, client.text.stop), default=1) - 1
     seen: list[dict[str, Any]] = []
     bounds = [0, *(cut for cut in cut_at if cut < len(tokens)), len(tokens)]
     for part in range(len(bounds) - 1):
