@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import inf
 
+from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.evidence import (
     LONGEST_WAIT,
     EngineHealth,
@@ -16,8 +17,7 @@ from rescheduler.placement.evidence import (
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import Placements
-from rescheduler.placement.upstream import EngineRefusedError, Upstream, UpstreamError
+from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
 from rescheduler.transfer.control_messages import MOST_FOUND, ControlError, RequestStatus
 
 logger = logging.getLogger("headway.serve")
@@ -89,15 +89,9 @@ class StreamWatch:
     is awaited from an engine that has failed fails at once.
     """
 
-    def __init__(
-        self,
-        placements: Placements[LiveRequest],
-        upstream: Upstream,
-        control_seconds: float,
-        background: Callable[..., object],
-    ) -> None:
-        self._placements, self._upstream = placements, upstream
-        self._control_seconds, self._background = control_seconds, background
+    def __init__(self, cluster: Cluster[LiveRequest]) -> None:
+        self._cluster = cluster
+        self._control_seconds = cluster.deployment.proxy.control_seconds
         self._waits: set[Wait] = set()
         self._asking: set[InstanceState] = set()
         self._counted: dict[InstanceState, tuple[float, float]] = {}  # tokens, and when they grew
@@ -161,7 +155,7 @@ class StreamWatch:
         for instance, waits in late.items():
             if instance not in self._asking:
                 self._asking.add(instance)
-                self._background(self._ask(instance, waits[:MOST_FOUND]))
+                self._cluster.background(self._ask(instance, waits[:MOST_FOUND]))
 
     def _is_due(self, wait: Wait, now: float) -> bool:
         """Return whether to ask an engine for what is awaited; end it if the engine has failed."""
@@ -231,7 +225,7 @@ class StreamWatch:
             That it has none, and when its tokens were last seen to have become more.
         """
         try:
-            page = await self._upstream.get(instance.instance, "/metrics")
+            page = await self._cluster.upstream.get(instance.instance, "/metrics")
         except (UpstreamError, EngineRefusedError):
             return None, -inf
         counts: dict[bytes, float] = {}
@@ -250,7 +244,7 @@ class StreamWatch:
 
     def _ahead(self, instance: InstanceState) -> tuple[int, int]:
         """Return how many requests of an instance have no token yet, and the tokens of these."""
-        requests = [one for one in self._placements.on(instance) if not one.generating]
+        requests = [one for one in self._cluster.placements.on(instance) if not one.generating]
         return len(requests), sum(one.context_tokens for one in requests)
 
 

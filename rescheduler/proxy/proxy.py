@@ -15,8 +15,6 @@ from rescheduler.placement.account import Account
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
-from rescheduler.placement.prober import OutlierDetection
-from rescheduler.placement.stream_watch import StreamWatch
 from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.migrator import Migrator
 from rescheduler.proxy.prompt_forecasts import PromptForecasts, expected_lengths
@@ -60,18 +58,11 @@ class Proxy:
         others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []
         self.metrics = ProxyMetrics(cluster, others)
         self.migrator = Migrator(cluster, bodies, self.metrics)
-        refused = cluster.prober.refused
-        outliers = OutlierDetection(cluster.failed, refused, self.metrics.failures)
-        self.watch = StreamWatch(
-            cluster.placements, cluster.upstream, options.control_seconds, cluster.background
-        )
         self.reports: FinishReports | None = None
         if not isinstance(cluster, CoordinatedCluster):
             self.reports = FinishReports(cluster, self.metrics)
         seen = None if self.reports is None else self.reports.token
-        self.flow = RequestFlow(
-            cluster, bodies, outliers, self.watch, self.migrator, self.metrics, seen
-        )
+        self.flow = RequestFlow(cluster, bodies, self.migrator, self.metrics, seen)
         self.pass_through = PassThrough(self.flow)
         self.drainer: Drainer[LiveRequest] | None = None
         if isinstance(cluster, CoordinatedCluster):
@@ -89,7 +80,7 @@ class Proxy:
         await self.cluster.start()
         if self.metrics.scores is not None:
             self.cluster.forever(self.metrics.scores.run())
-        self.cluster.forever(self.watch.run())
+        self.cluster.forever(self.flow.watch.run())
         self.cluster.forever(self.flow.leases.run())
         if self.reports is not None:
             await asyncio.to_thread(compile_load_ahead)

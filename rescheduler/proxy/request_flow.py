@@ -40,14 +40,13 @@ class RequestFlow:
 
     Attributes:
         leases: of the blocks of requests that wait.
+        watch: over all that engines are awaited for.
     """
 
     def __init__(
         self,
         cluster: Cluster[LiveRequest],
         bodies: EngineBodies,
-        outliers: OutlierDetection,
-        watch: StreamWatch,
         migrator: Migrator,
         metrics: ProxyMetrics,
         seen: SeesTokens | None,
@@ -55,8 +54,9 @@ class RequestFlow:
         self.upstream = cluster.upstream
         self.dispatcher = cluster.dispatcher
         self.bodies = bodies
-        self.outliers = outliers
-        self.watch = watch
+        refused = cluster.prober.refused
+        self.outliers = OutlierDetection(cluster.failed, refused, metrics.failures)
+        self.watch = StreamWatch(cluster)
         self.accounts, self.step = cluster.accounts, cluster.step
         self._prober = cluster.prober
         self._quarantine = Quarantine(cluster.dispatcher.usable_for, cluster.decodes)
@@ -64,7 +64,7 @@ class RequestFlow:
         self._metrics = metrics
         self.options = cluster.deployment.proxy
         self.seen = seen
-        self._relay = TokenRelay(cluster, outliers, migrator, metrics, seen)
+        self._relay = TokenRelay(cluster, self.outliers, migrator, metrics, seen)
         self._random = random.Random()
         self.leases = Leases(cluster)
 

@@ -362,7 +362,11 @@ class TestWithoutControlSockets:
     ) -> None:
         """Between two looks at the metrics there may be no step, which proves nothing."""
         async with cluster(tokenizer, decodes=1) as it:
-            instance, engine, watch = it.proxy.cluster.decodes[0], it.decodes[0], it.proxy.watch
+            instance, engine, watch = (
+                it.proxy.cluster.decodes[0],
+                it.decodes[0],
+                it.proxy.flow.watch,
+            )
             instance.control, engine.stalls_at = None, 5
             asking = [asyncio.create_task(read(it, {"max_tokens": 8})) for _ in range(2)]
             await until(lambda: sum(one.generated_tokens for one in it.requests()) == 10)
@@ -429,10 +433,10 @@ async def test_many_that_wait_for_one_engine_are_judged_at_once(tokenizer: Token
         ]
         for request in requests:
             placements.put(request, instance)
-            await stack.enter_async_context(it.proxy.watch.over(request, instance, 0.2))
-        await until(lambda: not any(one.evidence.is_due(0.0) for one in it.proxy.watch._waits))
+            await stack.enter_async_context(it.proxy.flow.watch.over(request, instance, 0.2))
+        await until(lambda: not any(one.evidence.is_due(0.0) for one in it.proxy.flow.watch._waits))
         counted = 0
-        await it.proxy.watch._ask(instance, list(it.proxy.watch._waits))
+        await it.proxy.flow.watch._ask(instance, list(it.proxy.flow.watch._waits))
         assert 0 < counted < 20 * len(requests)
         for request in requests:
             placements.put(request, None)
