@@ -1,12 +1,14 @@
 """Predictors that several files test, each trained once, and the embedded model's tokenizer."""
 
-from functools import partial
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chosen_ports import free_port
-from coordinated_cluster import Make, coordinated_cluster
+from coordinated_cluster import Coordinated, coordinated_cluster
 from memoryless_dataset import record_memoryless
+from scripted_cluster import Cluster, cluster
 from tokenizers import Tokenizer
 from training_runs import FEW_ROWS, SURVIVAL, fit
 
@@ -45,7 +47,21 @@ def tokenizer(smollm2: Path) -> Tokenizer:
     return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
 
 
+def options_of(test: pytest.FixtureRequest) -> dict[str, Any]:
+    """What a test's mark `cluster` says."""
+    mark = test.node.get_closest_marker("cluster")
+    return mark.kwargs if mark else {}
+
+
 @pytest.fixture
-def coordinated(tokenizer: Tokenizer) -> Make:
+async def it(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """A proxy before scripted engines."""
+    async with cluster(tokenizer, **options_of(request)) as made:
+        yield made
+
+
+@pytest.fixture
+async def many(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> AsyncIterator[Coordinated]:
     """Proxies and their coordinator, before scripted engines."""
-    return partial(coordinated_cluster, tokenizer, free_port())
+    async with coordinated_cluster(tokenizer, free_port(), **options_of(request)) as made:
+        yield made

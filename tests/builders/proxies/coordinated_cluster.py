@@ -1,7 +1,7 @@
 """A coordinator and its proxies, in the test's own event loop, before scripted engines."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,7 +132,3 @@ async def coordinated_cluster(
             await made.coordinator.close()
             for engine in engines.values():
                 await engine.stop()
-
-
-Make = Callable[..., AbstractAsyncContextManager[Coordinated]]
-"""`coordinated_cluster` with a tokenizer and a port, as the fixture `coordinated` gives it."""

@@ -30,16 +30,14 @@ async def scraped_proxy(tokenizer: Tokenizer) -> str:
 
 
 async def _serve(it: Cluster) -> None:
-    for engine in it.decodes:
-        engine.stalls_at = 5
+    it.set_decodes(stalls_at=5)
     body = {"prompt": PROMPT, "max_tokens": 20}
     stream = asyncio.create_task(it.stream(body))
     await until(lambda: any(request.generated_tokens == 5 for request in it.requests()))
     _, target = it.source_and_target()
     target.full = True
     assert await it.move() == "no_room"
-    for engine in it.decodes:
-        engine.stalls_at = 0
+    it.set_decodes(stalls_at=0)
     await stream
 
 

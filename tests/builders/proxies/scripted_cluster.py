@@ -13,6 +13,7 @@ import msgspec
 from scripted_engine import ScriptedEngine, reference
 from tokenizers import Tokenizer
 
+from rescheduler.demo.demo_load import metric_in
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment, ProxyOptions
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
@@ -60,6 +61,37 @@ class Cluster:
     def decodes(self) -> list[ScriptedEngine]:
         return [engine for engine in self.engines.values() if engine.role == "decode"]
 
+    @property
+    def in_service(self) -> bool:
+        """Whether the proxy uses every engine."""
+        return all(instance.breaker.closed for instance in self.proxy.cluster.all)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait, for a prefill or for a place to decode."""
+        dispatcher = self.proxy.cluster.dispatcher
+        return len(dispatcher.waiting) + dispatcher.waiting_for_prefill
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """Bodies of all requests that came to the decode engines."""
+        return [body for engine in self.decodes for body in engine.bodies]
+
+    def set_decodes(self, **values: Any) -> None:
+        """Set attributes of every decode engine."""
+        for engine in self.decodes:
+            vars(engine).update(values)
+
+    def set_engines(self, **values: Any) -> None:
+        """Set attributes of every engine."""
+        for engine in self.engines.values():
+            vars(engine).update(values)
+
+    async def resized(self, slots: int) -> None:
+        """Have every decode engine say how many requests it runs, and wait until that is known."""
+        self.set_decodes(says={"max_num_seqs": slots})
+        await until(lambda: all(one.slots == slots for one in self.proxy.cluster.decodes))
+
     def source_and_target(self) -> tuple[ScriptedEngine, ScriptedEngine]:
         """Return the decode engine that runs the only request, and another one."""
         source = next(engine for engine in self.decodes if engine.running)
@@ -71,6 +103,13 @@ class Cluster:
     async def post(self, body: dict[str, Any], path: str = "/v1/completions") -> Any:
         async with self.session.post(self.url + path, json=body) as response:
             return response.status, await response.json(), response.headers
+
+    async def read(
+        self, body: dict[str, Any], path: str = "/v1/completions", **headers: str
+    ) -> tuple[int, bytes]:
+        """Return the status of an answer, and all of its bytes."""
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            return response.status, await response.read()
 
     async def stream(
         self,
@@ -149,6 +188,19 @@ class Cluster:
         chunks = await self.answered(tokens, move, **asked)
         return chunks, await moves[0]
 
+    async def answered_despite(
+        self, tokens: int, fault: Callable[[ScriptedEngine], Awaitable[None]]
+    ) -> tuple[list[dict[str, Any]], ScriptedEngine]:
+        """Chunks of `answered`, whose engine has a fault at its tenth token; and that engine."""
+        faulty: list[ScriptedEngine] = []
+
+        async def at(came: int) -> None:
+            if came == 10 and not faulty:
+                faulty.append(self.source_and_target()[0])
+                await fault(faulty[0])
+
+        return await self.answered(tokens, at), faulty[0]
+
     async def connect(self, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to the clients' port, as bytes go."""
         host, port = self.url.removeprefix("http://").split(":")
@@ -159,6 +211,10 @@ class Cluster:
         async with self.session.get(self.url + path) as response:
             text = await response.text()
         return self.proxy.metrics.text().decode() if path == "/metrics" else text
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """A metric of the proxy, summed over the labels that are not given."""
+        return metric_in(await self.text("/metrics"), name, **labels)
 
     async def admin(self, method: str, path: str) -> Any:
         """What the operator's listener answers."""
@@ -174,8 +230,7 @@ class Cluster:
                 self.requests()
                 or any(engine.running or engine.kept for engine in self.engines.values())
                 or self.proxy.running
-                or self.proxy.cluster.dispatcher.waiting
-                or self.proxy.cluster.dispatcher.waiting_for_prefill
+                or self.waiting
             ):
                 await asyncio.sleep(0.01)
 

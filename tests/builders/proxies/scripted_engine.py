@@ -13,7 +13,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -48,6 +48,9 @@ from rescheduler.transfer.control_messages import (
     Unfrozen,
 )
 from rescheduler.transfer.control_server import Asked, ControlServer
+
+Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
+"""Answers a request."""
 
 _BLOCKS = 1000
 _BLOCK = 16
@@ -88,6 +91,10 @@ class ScriptedEngine:
     """One engine.
 
     Attributes:
+        script: answers in place of the engine whatever is no prefill.
+        prefill_script: the same for prefills.
+        asked: how many requests a script has answered.
+        pulls: what is kept elsewhere for such a request, as an engine that accepts it does.
         hangs: gives no tokens.
         deaf: does not answer its control socket.
         deaf_to_freezes: answers only what is not about a freeze.
@@ -129,6 +136,10 @@ class ScriptedEngine:
     tokenizer: Tokenizer
     engines: dict[str, "ScriptedEngine"]
     token_seconds: float = 0.002
+    script: Script | None = None
+    prefill_script: Script | None = None
+    asked: int = 0
+    pulls: bool = True
     hangs: bool = False
     deaf: bool = False
     deaf_to_freezes: bool = False
@@ -256,6 +267,9 @@ class ScriptedEngine:
 
     async def _respond(self, http: web.Request) -> web.StreamResponse:
         """Answer what the proxy only forwards."""
+        if self.script is not None:
+            self.asked += 1
+            return await self.script(http)
         body = await http.json()
         self.bodies.append(body)
         if self.fails:
@@ -272,15 +286,21 @@ class ScriptedEngine:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
+        params = body.get("kv_transfer_params") or {}
+        headway = params.get("headway") or {"id": uuid4().hex, "hop": 0}
+        copies = headway.get("copies", False)
+        script = self.prefill_script if params.get("do_remote_decode") else self.script
+        if script is not None and not copies:
+            self.asked += 1
+            if self.pulls and params.get("do_remote_prefill"):
+                del self.engines[params["remote_engine_id"]].kept[params["remote_request_id"]]
+            return await script(http)
         self.headers.append(http.headers)
         self.bodies.append(body)
         if self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         if self.poisoned and self.poisoned in json.dumps(body.get("prompt")):
             return web.json_response({"error": {"message": "scripted"}}, status=500)
-        params = body.get("kv_transfer_params") or {}
-        headway = params.get("headway") or {"id": uuid4().hex, "hop": 0}
-        copies = headway.get("copies", False)
         if self.fails and not (copies and self.spares_copies):
             answer = {"error": {"message": "scripted"}}
             return web.json_response(answer, status=self.fails, headers={"Retry-After": "7"})
@@ -313,8 +333,11 @@ class ScriptedEngine:
         self.most_running = max(self.most_running, len(self.running))
         try:
             if not body.get("stream"):
-                await self._all(running, body, chat)
-                return web.json_response(self._whole(running, http, body, chat))
+                for _ in range(body.get("max_tokens") or 16):
+                    await self._next(running)
+                choice = {"index": 0, "text": self.tokenizer.decode(running.output)}
+                choices = [choice] * body.get("n", 1)
+                return web.json_response({**self._head(http, chat), "choices": choices})
             return await self._stream(running, http, body, chat)
         finally:
             self.names.pop(running.id, None)
@@ -340,13 +363,8 @@ class ScriptedEngine:
             self.lapses[id] = time.monotonic() + self.lease_seconds
         while self.answers_late:
             await asyncio.sleep(0.01)
-        params = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": self.name,
-            "remote_request_id": id,
-            "headway_lease_seconds": self.lease_seconds,
-        }
+        params = self._kept_as(id)
+        params |= {"do_remote_decode": False, "headway_lease_seconds": self.lease_seconds}
         counted = len(context) if self.counts is None else self.counts
         usage = {"prompt_tokens": counted, "completion_tokens": 1}
         return web.json_response({"choices": [], "usage": usage, "kv_transfer_params": params})
@@ -368,16 +386,6 @@ class ScriptedEngine:
         running.given += 1
         self.steps += 1
         return token
-
-    async def _all(self, running: Running, body: dict[str, Any], chat: bool) -> None:
-        for _ in range(body.get("max_tokens") or 16):
-            await self._next(running)
-
-    def _whole(
-        self, running: Running, http: web.Request, body: dict[str, Any], chat: bool
-    ) -> dict[str, Any]:
-        choice = {"index": 0, "text": self.tokenizer.decode(running.output)}
-        return {**self._head(http, chat), "choices": [choice] * body.get("n", 1)}
 
     def _head(self, http: web.Request, chat: bool) -> dict[str, Any]:
         kind = "chatcmpl" if chat else "cmpl"
@@ -432,7 +440,7 @@ class ScriptedEngine:
             if ended:
                 self._end(running, frozen=running.given < most)
             if ended and self.cuts_the_end:
-                break
+                return response
             if self.errs_at and len(running.output) >= self.errs_at:
                 error = b'data: {"error": {"message": "scripted", "code": 500}}\n\n'
                 await write({"choices": [choice]}, error)
@@ -440,8 +448,6 @@ class ScriptedEngine:
             await write({"choices": [choice]})
             if ended:
                 break
-        if self.cuts_the_end:
-            return response
         if self.breaks_after_the_end:
             await asyncio.sleep(0.05)
             http.transport.abort()  # type: ignore[union-attr]
@@ -488,13 +494,14 @@ class ScriptedEngine:
             self._reply(asked, NotFrozen(number=0, reason="it has ended"))
             return
         self.kept[running.id] = running.context
-        params = {
-            "do_remote_prefill": True,
-            "remote_engine_id": self.name,
-            "remote_request_id": running.id,
-        }
         output = running.output + ([7] if self.lies else [])
+        params = self._kept_as(running.id)
         self._reply(asked, Frozen(number=0, output_token_ids=output, params=params))
+
+    def _kept_as(self, id: str) -> dict[str, Any]:
+        """Return the parameters with which another engine reads what is kept."""
+        named = {"remote_engine_id": self.name, "remote_request_id": id}
+        return {"do_remote_prefill": True, **named}
 
     def _answer(self, command: Any) -> Reply | None:
         if self.deaf:
@@ -546,12 +553,7 @@ class ScriptedEngine:
                 return
             name = f"{command.id}-snapshot"
             self.kept[name] = whole
-            params = {
-                "do_remote_prefill": True,
-                "remote_engine_id": self.name,
-                "remote_request_id": name,
-            }
-            self._reply(asked, Snapshot(number=0, token_ids=whole, params=params))
+            self._reply(asked, Snapshot(number=0, token_ids=whole, params=self._kept_as(name)))
         elif isinstance(command, Unfreeze):
             done = running is not None and running.freezing is not None
             if running is not None:
@@ -568,12 +570,9 @@ class ScriptedEngine:
             done = self.kept.pop(command.id, None) is not None
             self._reply(asked, Released(number=0, done=done))
 
-    def _reply(
-        self, asked: Asked, reply: Frozen | NotFrozen | Released | Renewed | Unfrozen | Snapshot
-    ) -> None:
+    def _reply(self, asked: Asked, reply: Reply) -> None:
         if self._control is not None:
-            values = {key: getattr(reply, key) for key in reply.__struct_fields__}
-            numbered = type(reply)(**{**values, "number": asked.command.number})
+            numbered = structs.replace(reply, number=asked.command.number)
             self._control.reply(asked.peer, numbered)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinated_cluster import Make
+from coordinated_cluster import Coordinated
 from scripted_cluster import cluster
 from tokenizers import Tokenizer
 
@@ -52,15 +52,14 @@ async def test_the_proxy_says_how_large_a_line_may_be(tokenizer: Tokenizer, tmp_
 
 
 async def test_behind_a_coordinator_the_tier_of_the_batch_is_no_error_of_its_requests(
-    coordinated: Make, tmp_path: Path
+    many: Coordinated, tmp_path: Path
 ) -> None:
     body = {"model": "m", "prompt": "Hi", "max_tokens": 2}
-    async with coordinated() as it:
-        with pytest.raises(BatchStoppedError) as raised:
-            await sent(tmp_path, it.proxies[0].url, *[("/v1/completions", body)] * 3)
-        assert "serves no background requests" in str(raised.value)
-        assert 'give each body "service_tier": "default"' in str(raised.value)
-        assert (tmp_path / "x.errors.jsonl").read_bytes() == b""
-        lines = [("/v1/completions", body | {"service_tier": "default"})] * 3
-        answered, errors = await sent(tmp_path, it.proxies[0].url, *lines)
+    with pytest.raises(BatchStoppedError) as raised:
+        await sent(tmp_path, many.proxies[0].url, *[("/v1/completions", body)] * 3)
+    assert "serves no background requests" in str(raised.value)
+    assert 'give each body "service_tier": "default"' in str(raised.value)
+    assert (tmp_path / "x.errors.jsonl").read_bytes() == b""
+    lines = [("/v1/completions", body | {"service_tier": "default"})] * 3
+    answered, errors = await sent(tmp_path, many.proxies[0].url, *lines)
     assert (len(answered), errors) == (3, {})

@@ -58,8 +58,7 @@ async def test_what_the_page_reads_needs_the_token(tokenizer: Tokenizer) -> None
 
 async def test_the_page_is_sent_what_runs_and_what_has_moved(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer, prefix_caching=False) as it:
-        for engine in it.decodes:
-            engine.stalls_at = 12
+        it.set_decodes(stalls_at=12)
         body = {"prompt": PROMPT, "max_tokens": 60, "request_id": "a-story"}
         running = asyncio.create_task(it.stream(body))
         await until(lambda: any(r.can_move and r.generated_tokens == 12 for r in it.requests()))
@@ -75,8 +74,7 @@ async def test_the_page_is_sent_what_runs_and_what_has_moved(tokenizer: Tokenize
             assert columns.high == [-1], "no engine forecasts here"
             moving = asyncio.create_task(it.move())
             await until(lambda: any(r.freezing for e in it.decodes for r in e.running.values()))
-            for engine in it.decodes:
-                engine.stalls_at = 0
+            it.set_decodes(stalls_at=0)
             assert await moving == "moved"
             while not (moves := (await read.snapshot()).moves):
                 pass

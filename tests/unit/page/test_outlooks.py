@@ -75,14 +75,12 @@ async def test_a_snapshot_has_the_load_ahead_of_a_proxy_that_forecasts(
 ) -> None:
     async with cluster(tokenizer) as it:
         await it.stream(BODY)
-        for engine in it.decodes:
-            engine.stalls_at = 12
+        it.set_decodes(stalls_at=12)
         running = asyncio.create_task(it.stream(BODY))
         await until(lambda: any(r.generated_tokens == 12 for r in it.requests()))
         seen = LiveSnapshots(it.proxy.cluster, reports=it.proxy.reports).look().snapshot()
         without = LiveSnapshots(it.proxy.cluster).look().snapshot()
-        for engine in it.decodes:
-            engine.stalls_at = 0
+        it.set_decodes(stalls_at=0)
         await running
         assert seen.outlook is not None
         assert (seen.outlook.seconds, len(seen.outlook.tokens)) == (SECONDS, 3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from coordinated_cluster import Make
+from coordinated_cluster import Coordinated
 from hypothesis import given
 from hypothesis import strategies as st
 from live_requests import instance_state, live_request
@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from benchmarks.support.engine_states import engine_state
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
-from rescheduler.demo.demo_load import metric_in
 from rescheduler.engines.deployment import BackgroundOptions, Deployment, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_forwarded, read_request
@@ -239,16 +238,6 @@ async def test_an_instance_rests_after_the_prompt_of_a_background_request() -> N
     await waiting
 
 
-def small(it: Cluster, slots: int) -> None:
-    for engine in it.decodes:
-        engine.says["max_num_seqs"] = slots
-
-
-async def resized(it: Cluster, slots: int) -> None:
-    small(it, slots)
-    await until(lambda: all(one.slots == slots for one in it.proxy.cluster.decodes))
-
-
 def running(it: Cluster, background: bool) -> int:
     return sum(one.background == background and one.generating for one in it.requests())
 
@@ -258,45 +247,40 @@ def asked(it: Cluster, tokens: int, **fields: Any) -> asyncio.Task[Any]:
     return asyncio.create_task(it.post(body))
 
 
-def text_of(it: Cluster, answer: Any) -> tuple[int, str]:
+def text_of(answer: Any) -> tuple[int, str]:
     status, body, _ = answer
     return status, body["choices"][0]["text"]
 
 
-async def test_background_requests_wait_behind_those_that_come_later(tokenizer: Tokenizer) -> None:
-    async with cluster(
-        tokenizer, decodes=1, background=BackgroundOptions(slots=0.5, prefill=1.0)
-    ) as it:
-        await resized(it, 2)
-        engine = it.decodes[0]
-        engine.hangs = True
-        first = [asked(it, 5) for _ in range(2)]
-        await until(lambda: len(engine.running) == 2)
-        dispatcher = it.proxy.cluster.dispatcher
-        flex = asked(it, 5, **FLEX)
-        await until(lambda: dispatcher.waiting_in_background == 1)
-        later = [asked(it, 5) for _ in range(3)]
-        await until(lambda: len(dispatcher.waiting) + dispatcher.waiting_for_prefill == 3)
-        seen = await it.text("/metrics")
-        assert metric_in(seen, "headway_proxy_num_background_requests_waiting") == 1
-        order: list[str] = []
-        for name, task in [("first", one) for one in first] + [("later", one) for one in later]:
-            task.add_done_callback(lambda _, name=name: order.append(name))
-        flex.add_done_callback(lambda _: order.append("flex"))
-        engine.hangs = False
-        answers = await asyncio.gather(flex, *first, *later)
-        assert {text_of(it, one) for one in answers} == {(200, it.tokenizer.decode(it.expected(5)))}
-        assert order[-1] == "flex"
+@pytest.mark.cluster(decodes=1, background=HALF)
+async def test_background_requests_wait_behind_those_that_come_later(it: Cluster) -> None:
+    await it.resized(2)
+    engine = it.decodes[0]
+    engine.hangs = True
+    first = [asked(it, 5) for _ in range(2)]
+    await until(lambda: len(engine.running) == 2)
+    dispatcher = it.proxy.cluster.dispatcher
+    flex = asked(it, 5, **FLEX)
+    await until(lambda: dispatcher.waiting_in_background == 1)
+    later = [asked(it, 5) for _ in range(3)]
+    await until(lambda: it.waiting == 3)
+    assert await it.metric("headway_proxy_num_background_requests_waiting") == 1
+    order: list[str] = []
+    for name, task in [("first", one) for one in first] + [("later", one) for one in later]:
+        task.add_done_callback(lambda _, name=name: order.append(name))
+    flex.add_done_callback(lambda _: order.append("flex"))
+    engine.hangs = False
+    answers = await asyncio.gather(flex, *first, *later)
+    assert {text_of(one) for one in answers} == {(200, it.tokenizer.decode(it.expected(5)))}
+    assert order[-1] == "flex"
 
 
 @pytest.mark.parametrize("decodes", [1, 2])
 async def test_a_background_request_gives_way_and_loses_nothing(
     tokenizer: Tokenizer, decodes: int
 ) -> None:
-    async with cluster(
-        tokenizer, decodes=decodes, background=BackgroundOptions(slots=1.0, prefill=1.0)
-    ) as it:
-        await resized(it, 2)
+    async with cluster(tokenizer, decodes=decodes, background=ALL) as it:
+        await it.resized(2)
         flex = [asked(it, 300, **FLEX) for _ in range(2 * decodes)]
         await until(lambda: running(it, background=True) == 2 * decodes)
         for _ in range(3):
@@ -304,41 +288,38 @@ async def test_a_background_request_gives_way_and_loses_nothing(
             assert (status, body["usage"]["completion_tokens"]) == (200, 5)
         assert not any(one.done() for one in flex), "they were in nobody's way"
         for answer in await asyncio.gather(*flex):
-            assert text_of(it, answer) == (200, it.tokenizer.decode(it.expected(300)))
-        seen = await it.text("/metrics")
-        assert metric_in(seen, "headway_proxy_background_requests_that_gave_way_total") >= 1
-        assert metric_in(seen, "headway_proxy_instance_failures_total") == 0
+            assert text_of(answer) == (200, it.tokenizer.decode(it.expected(300)))
+        assert await it.metric("headway_proxy_background_requests_that_gave_way_total") >= 1
+        assert await it.metric("headway_proxy_instance_failures_total") == 0
 
 
-async def test_streams_of_background_requests_stay(tokenizer: Tokenizer) -> None:
-    async with cluster(
-        tokenizer, decodes=1, background=BackgroundOptions(slots=1.0, prefill=1.0)
-    ) as it:
-        await resized(it, 1)
-        flex = asyncio.create_task(it.answered(100, **FLEX))
-        await until(lambda: running(it, background=True) == 1)
-        online = asked(it, 5)
-        await flex
-        assert (await online)[0] == 200
+@pytest.mark.cluster(decodes=1, background=ALL)
+async def test_streams_of_background_requests_stay(it: Cluster) -> None:
+    await it.resized(1)
+    flex = asyncio.create_task(it.answered(100, **FLEX))
+    await until(lambda: running(it, background=True) == 1)
+    online = asked(it, 5)
+    await flex
+    assert (await online)[0] == 200
 
 
-async def test_they_have_a_pool_of_their_own(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer, decodes=1, background=BackgroundOptions(pool=2), pool=1) as it:
-        await resized(it, 1)
-        engine = it.decodes[0]
-        engine.hangs = True
-        first = asked(it, 5)
-        await until(lambda: len(engine.running) == 1)
-        flex = [asked(it, 5, **FLEX) for _ in range(2)]
-        dispatcher = it.proxy.cluster.dispatcher
-        await until(lambda: dispatcher.waiting_in_background == 2)
-        status, body, headers = await asked(it, 5, **FLEX)
-        assert (status, headers["Retry-After"]) == (429, "5")
-        assert body["error"]["message"].startswith("2 background requests wait already")
-        online = asked(it, 5)
-        await until(lambda: len(dispatcher.waiting) + dispatcher.waiting_for_prefill == 1)
-        engine.hangs = False
-        assert [answer[0] for answer in await asyncio.gather(first, online, *flex)] == [200] * 4
+@pytest.mark.cluster(decodes=1, background=BackgroundOptions(pool=2), pool=1)
+async def test_they_have_a_pool_of_their_own(it: Cluster) -> None:
+    await it.resized(1)
+    engine = it.decodes[0]
+    engine.hangs = True
+    first = asked(it, 5)
+    await until(lambda: len(engine.running) == 1)
+    flex = [asked(it, 5, **FLEX) for _ in range(2)]
+    dispatcher = it.proxy.cluster.dispatcher
+    await until(lambda: dispatcher.waiting_in_background == 2)
+    status, body, headers = await asked(it, 5, **FLEX)
+    assert (status, headers["Retry-After"]) == (429, "5")
+    assert body["error"]["message"].startswith("2 background requests wait already")
+    online = asked(it, 5)
+    await until(lambda: it.waiting == 1)
+    engine.hangs = False
+    assert [answer[0] for answer in await asyncio.gather(first, online, *flex)] == [200] * 4
 
 
 def deployed(*arguments: str, of_instances: Sequence[list[str]] = ([], [])) -> Deployment:
@@ -382,9 +363,8 @@ def test_background_requests_get_the_last_priority_where_engines_go_by_it(
         assert priority(**other) == (False, 7 if forward else None)
 
 
-async def test_a_coordinator_serves_none(coordinated: Make) -> None:
-    async with coordinated() as it:
-        status, body, _ = await asked(it.proxies[0], 3, **FLEX)
+async def test_a_coordinator_serves_none(many: Coordinated) -> None:
+    status, body, _ = await asked(many.proxies[0], 3, **FLEX)
     assert status == 400
     assert body["error"]["param"] == "service_tier"
     assert "not served behind a coordinator" in body["error"]["message"]

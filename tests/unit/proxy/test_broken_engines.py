@@ -3,8 +3,6 @@
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import chain, repeat
 from typing import Any
 
@@ -12,15 +10,14 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from broken_engine import BrokenEngine, Script
-from scripted_cluster import PROMPT, Cluster, cluster
-from tokenizers import Tokenizer
+from aiohttp.test_utils import TestServer
+from scripted_cluster import PROMPT, Cluster
+from scripted_engine import Script, ScriptedEngine
 
 from rescheduler.openai.openai_stream import EventReader, read_signs
 
 BODY: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
 PINNED = {"thinking_token_budget": 100}
-CHAT = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5}
 KINDS = {
     "moves, streamed": BODY | {"stream": True},
     "moves, whole": BODY,
@@ -29,16 +26,11 @@ KINDS = {
 }
 
 
-@asynccontextmanager
-async def broken(
-    tokenizer: Tokenizer, script: Script | None, pulls: bool = True, **options: Any
-) -> AsyncIterator[tuple[Cluster, BrokenEngine]]:
-    """A cluster, and the decode engine that a lone request goes to, which has a script."""
-    async with cluster(tokenizer, kind=BrokenEngine, **options) as it:
-        engine = it.engines["decode-0"]
-        assert isinstance(engine, BrokenEngine)
-        engine.script, engine.pulls = script, pulls
-        yield it, engine
+def broken(it: Cluster, script: Script, pulls: bool = True) -> ScriptedEngine:
+    """Return the decode engine that a lone request goes to, which has a script now."""
+    engine = it.engines["decode-0"]
+    engine.script, engine.pulls = script, pulls
+    return engine
 
 
 def events(*sent: bytes, pause: float = 0.0, forever: bytes = b"") -> Script:
@@ -60,9 +52,8 @@ def events(*sent: bytes, pause: float = 0.0, forever: bytes = b"") -> Script:
 
 def chunk(**more: Any) -> bytes:
     """A piece of a text; without token ids, or with."""
-    return (
-        b"data: " + json.dumps({"choices": [{"index": 0, "text": "a", **more}]}).encode() + b"\n\n"
-    )
+    choice = {"index": 0, "text": "a", **more}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
 
 
 IDS = {"token_ids": [1], "prompt_token_ids": [1, 2]}
@@ -73,83 +64,73 @@ def reported(code: int) -> bytes:
     return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"
 
 
-async def ask(it: Cluster, body: dict[str, Any], path: str = "/v1/completions") -> Any:
-    """Status and whole body."""
-    async with it.session.post(it.url + path, json=body) as response:
-        return response.status, await response.read()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("comment", [b"", b": ping\n\n"])
 async def test_a_stream_that_begins_with_a_refusal_is_refused_and_nothing_stays_prefilled(
-    tokenizer: Tokenizer, kind: str, comment: bytes
+    it: Cluster, kind: str, comment: bytes
 ) -> None:
-    async with broken(tokenizer, events(comment, reported(400)), pulls=False) as (it, _):
-        status, body = await ask(it, KINDS[kind])
-        assert status == 400
-        assert json.loads(body)["error"]["message"] == "scripted"
-        await it.idle()  # what the prefill instance kept has been released
+    broken(it, events(comment, reported(400)), pulls=False)
+    status, body = await it.read(KINDS[kind])
+    assert status == 400
+    assert json.loads(body)["error"]["message"] == "scripted"
+    await it.idle()  # what the prefill instance kept has been released
 
 
 @pytest.mark.parametrize("code", [408, 429, 500, 503])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_stream_that_begins_with_an_engines_own_trouble_begins_again_elsewhere(
-    tokenizer: Tokenizer, kind: str, code: int
+    it: Cluster, kind: str, code: int
 ) -> None:
-    async with broken(tokenizer, events(reported(code)), pulls=False) as (it, engine):
-        status, body = await ask(it, KINDS[kind])
-        assert status == 200 and engine.asked == 1 and b"error" not in body
-        await it.idle()
+    engine = broken(it, events(reported(code)), pulls=False)
+    status, body = await it.read(KINDS[kind])
+    assert status == 200 and engine.asked == 1 and b"error" not in body
+    await it.idle()
 
 
+@pytest.mark.cluster(prefix_caching=False)
 async def test_a_target_that_refuses_in_its_stream_leaves_nothing_at_the_source(
-    tokenizer: Tokenizer,
+    it: Cluster,
 ) -> None:
-    async with cluster(tokenizer, kind=BrokenEngine, prefix_caching=False) as it:
-        outcome: list[str] = []
+    outcome: list[str] = []
 
-        async def at(tokens: int) -> None:
-            if tokens == 3 and not outcome:
-                _, target = it.source_and_target()
-                assert isinstance(target, BrokenEngine)
-                target.script, target.pulls = events(reported(400)), False
-                outcome.append(await it.move())
-                target.script = None
+    async def at(tokens: int) -> None:
+        if tokens == 3 and not outcome:
+            _, target = it.source_and_target()
+            target.script, target.pulls = events(reported(400)), False
+            outcome.append(await it.move())
+            target.script = None
 
-        await it.answered(60, at)
-        assert outcome == ["rolled_back"]
-        await it.idle()
+    await it.answered(60, at)
+    assert outcome == ["rolled_back"]
+    await it.idle()
 
 
 async def test_an_error_late_in_a_pinned_stream_is_a_failure_and_its_last_event(
-    tokenizer: Tokenizer,
+    it: Cluster,
 ) -> None:
-    async with broken(tokenizer, events(chunk(), reported(500))) as (it, _):
-        status, body = await ask(it, KINDS["pinned, streamed"])
-        assert status == 200
-        assert body == chunk() + reported(500), "byte for byte, and nothing after it"
-        counted = 'headway_proxy_requests_total{outcome="failed",path="/v1/completions"} 1'
-        assert counted in await it.text("/metrics")
+    broken(it, events(chunk(), reported(500)))
+    status, body = await it.read(KINDS["pinned, streamed"])
+    assert status == 200
+    assert body == chunk() + reported(500), "byte for byte, and nothing after it"
+    counted = 'headway_proxy_requests_total{outcome="failed",path="/v1/completions"} 1'
+    assert counted in await it.text("/metrics")
 
 
 @pytest.mark.parametrize("status", [201, 204, 206, 301, 302, 307, 308])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_nothing_but_200_is_an_answer_and_no_redirect_is_followed(
-    tokenizer: Tokenizer, status: int, kind: str
+    it: Cluster, status: int, kind: str
 ) -> None:
-    async with broken(tokenizer, None, pulls=False) as (it, engine):
-        elsewhere = it.engines["decode-1"]
+    async def script(http: web.Request) -> web.StreamResponse:
+        location = f"http://127.0.0.1:{it.engines['decode-1'].port}/v1/models"
+        return web.Response(status=status, headers={"Location": location})
 
-        async def script(http: web.Request) -> web.StreamResponse:
-            location = f"http://127.0.0.1:{elsewhere.port}/v1/models"
-            return web.Response(status=status, headers={"Location": location})
-
-        engine.script = script
-        assert (await ask(it, KINDS[kind]))[0] == 200
-        assert engine.asked == 1
+    engine = broken(it, script, pulls=False)
+    assert (await it.read(KINDS[kind]))[0] == 200
+    assert engine.asked == 1
 
 
-async def test_a_prompt_is_not_posted_where_an_engine_redirects(tokenizer: Tokenizer) -> None:
+async def test_a_prompt_is_not_posted_where_an_engine_redirects(it: Cluster) -> None:
     posted = []
 
     async def collect(http: web.Request) -> web.Response:
@@ -158,33 +139,20 @@ async def test_a_prompt_is_not_posted_where_an_engine_redirects(tokenizer: Token
 
     stranger = web.Application()
     stranger.router.add_route("*", "/{path:.*}", collect)
-    runner = web.AppRunner(stranger)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    try:
-        async with cluster(tokenizer, kind=BrokenEngine) as it:
+    async with TestServer(stranger) as server:
 
-            async def script(http: web.Request) -> web.StreamResponse:
-                raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{port}/")
+        async def script(http: web.Request) -> web.StreamResponse:
+            raise web.HTTPTemporaryRedirect(server.make_url("/"))
 
-            for engine in it.engines.values():
-                assert isinstance(engine, BrokenEngine)
-                engine.script = engine.prefill_script = script
-                engine.pulls = False
-            assert (await ask(it, BODY))[0] == 502
-            for engine in it.decodes:
-                assert isinstance(engine, BrokenEngine)
-                engine.script = None
-            assert (await ask(it, BODY))[0] == 200
-    finally:
-        await runner.cleanup()
+        it.set_engines(script=script, prefill_script=script, pulls=False)
+        assert (await it.read(BODY))[0] == 502
+        it.set_decodes(script=None)
+        assert (await it.read(BODY))[0] == 200
     assert posted == []
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-async def test_what_a_sidecar_compresses_is_unpacked(tokenizer: Tokenizer, path: str) -> None:
+async def test_what_a_sidecar_compresses_is_unpacked(it: Cluster, path: str) -> None:
     whole = {"choices": [{"index": 0, "text": "a"}] * 2}
 
     async def script(http: web.Request) -> web.StreamResponse:
@@ -193,12 +161,11 @@ async def test_what_a_sidecar_compresses_is_unpacked(tokenizer: Tokenizer, path:
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
         return web.Response(body=packed, headers=headers)
 
-    async with broken(tokenizer, script) as (it, engine):
-        engine._respond = script  # type: ignore[method-assign]
-        async with it.session.post(it.url + path, json=BODY | {"n": 2}) as response:
-            assert "Content-Encoding" not in response.headers
-            if path == "/v1/completions":
-                assert await response.json() == whole
+    broken(it, script)
+    async with it.session.post(it.url + path, json=BODY | {"n": 2}) as response:
+        assert "Content-Encoding" not in response.headers
+        if path == "/v1/completions":
+            assert await response.json() == whole
 
 
 def test_an_event_without_an_end_is_refused() -> None:
@@ -212,28 +179,23 @@ def test_an_event_without_an_end_is_refused() -> None:
 
 @pytest.mark.parametrize(("padding", "size"), [(2 << 20, "1 MiB"), (4 << 20, "2 MiB")])
 async def test_events_that_are_larger_than_a_request_can_hold_are_not_read(
-    tokenizer: Tokenizer, padding: int, size: str, caplog: pytest.LogCaptureFixture
+    it: Cluster, padding: int, size: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with cluster(tokenizer) as it:
-        it.engines["decode-1"].padding = padding
-        answers = await asyncio.gather(*(it.post(BODY) for _ in range(4)))
-        assert [status for status, _, _ in answers] == [200] * 4
+    it.engines["decode-1"].padding = padding
+    answers = await asyncio.gather(*(it.post(BODY) for _ in range(4)))
+    assert [status for status, _, _ in answers] == [200] * 4
     assert f"decode-1: its stream broke: DecodeError: an event of more than {size}" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_stream_without_an_end_to_its_event_is_left(
-    tokenizer: Tokenizer, kind: str
-) -> None:
-    async with broken(tokenizer, events(forever=b"x" * 65_000)) as (it, engine):
-        assert (await ask(it, KINDS[kind]))[0] == 200
-        assert engine.asked == 1
+async def test_a_stream_without_an_end_to_its_event_is_left(it: Cluster, kind: str) -> None:
+    engine = broken(it, events(forever=b"x" * 65_000))
+    assert (await it.read(KINDS[kind]))[0] == 200
+    assert engine.asked == 1
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_an_error_is_read_no_further_than_anyone_would(
-    tokenizer: Tokenizer, status: int
-) -> None:
+async def test_an_error_is_read_no_further_than_anyone_would(it: Cluster, status: int) -> None:
     sent = 0
 
     async def script(http: web.Request) -> web.StreamResponse:
@@ -244,30 +206,26 @@ async def test_an_error_is_read_no_further_than_anyone_would(
             await response.write(b"x" * 65_536)
             sent += 65_536
 
-    async with broken(tokenizer, script) as (it, _):
-        assert (await ask(it, BODY))[0] == 200
+    broken(it, script)
+    assert (await it.read(BODY))[0] == 200
     assert sent < 32 << 20
 
 
-async def test_a_prefill_without_an_end_is_left(tokenizer: Tokenizer) -> None:
-    async with broken(tokenizer, None) as (it, _):
-        prefill = it.engines["prefill-0"]
-        assert isinstance(prefill, BrokenEngine)
-        prefill.prefill_script = events(forever=b" " * 65_536)
-        assert (await ask(it, BODY))[0] == 200
-        assert prefill.asked > 0
+async def test_a_prefill_without_an_end_is_left(it: Cluster) -> None:
+    prefill = it.engines["prefill-0"]
+    prefill.prefill_script = events(forever=b" " * 65_536)
+    assert (await it.read(BODY))[0] == 200
+    assert prefill.asked > 0
 
 
-async def test_an_error_that_is_none_of_an_engine_still_has_openais_shape(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_an_error_that_is_none_of_an_engine_still_has_openais_shape(it: Cluster) -> None:
     async def script(http: web.Request) -> web.StreamResponse:
         return web.Response(status=413, text="<html>nginx</html>", content_type="text/html")
 
-    async with broken(tokenizer, script) as (it, _):
-        status, body = await ask(it, BODY)
-        assert status == 413
-        assert json.loads(body)["error"]["code"] == 413
+    broken(it, script)
+    status, body = await it.read(BODY)
+    assert status == 413
+    assert json.loads(body)["error"]["code"] == 413
 
 
 PING = b'data: {"type":"ping"}\n\n'
@@ -283,79 +241,70 @@ PING = b'data: {"type":"ping"}\n\n'
         if kept_alive != PING or not kind.startswith("moves")
     ],
 )
+@pytest.mark.cluster(first_token_seconds=0.5)
 async def test_what_is_no_token_is_no_sign_of_life(
-    tokenizer: Tokenizer, kind: str, kept_alive: bytes
+    it: Cluster, kind: str, kept_alive: bytes
 ) -> None:
-    async with broken(
-        tokenizer, events(pause=0.01, forever=kept_alive), first_token_seconds=0.5
-    ) as (it, engine):
-        status, body = await ask(it, KINDS[kind])
-        assert engine.asked == 1
-        if kept_alive.startswith(b":") or kind.startswith("moves"):
-            assert status == 200 and b"error" not in body
-        else:
-            assert b"error" in body, "it has got an event already"
+    engine = broken(it, events(pause=0.01, forever=kept_alive))
+    status, body = await it.read(KINDS[kind])
+    assert engine.asked == 1
+    if kept_alive.startswith(b":") or kind.startswith("moves"):
+        assert status == 200 and b"error" not in body
+    else:
+        assert b"error" in body, "it has got an event already"
 
 
 @pytest.mark.parametrize("kind", ["moves, streamed", "pinned, streamed"])
-async def test_a_stream_that_only_lives_on_after_a_token_is_left(
-    tokenizer: Tokenizer, kind: str
+@pytest.mark.cluster(token_seconds=0.5)
+async def test_a_stream_that_only_lives_on_after_a_token_is_left(it: Cluster, kind: str) -> None:
+    engine = broken(it, events(chunk(**IDS), pause=0.01, forever=b": ping\n\n"))
+    status, body = await it.read(KINDS[kind])
+    assert status == 200 and engine.asked == 1
+    assert (b"error" in body) is kind.startswith("pinned")
+
+
+async def test_an_engine_that_does_not_stop_is_left(it: Cluster) -> None:
+    engine = broken(it, events(forever=chunk(**IDS)))
+    status, body = await it.read(KINDS["moves, streamed"])
+    assert status == 200 and engine.asked == 1
+    assert body.count(b'"text"') == BODY["max_tokens"]
+    assert b"the engines failed to serve it" in body
+
+
+@pytest.mark.parametrize(("line", "end"), [(b"data: ", b"\r\n\r\n"), (b"data:", b"\n\n")])
+async def test_a_stream_whose_lines_end_otherwise_is_read(
+    it: Cluster, line: bytes, end: bytes
 ) -> None:
-    script = events(chunk(**IDS), pause=0.01, forever=b": ping\n\n")
-    async with broken(tokenizer, script, token_seconds=0.5) as (it, engine):
-        status, body = await ask(it, KINDS[kind])
-        assert status == 200 and engine.asked == 1
-        assert (b"error" in body) is kind.startswith("pinned")
+    sent = line + b'{"choices":[{"index":0,"text":"a"}]}' + end + line + b"[DONE]" + end
+    engine = broken(it, events(sent))
+    assert await it.read(KINDS["direct, streamed"]) == (200, sent)
+    assert engine.asked == 1
 
 
-async def test_an_engine_that_does_not_stop_is_left(tokenizer: Tokenizer) -> None:
-    async with broken(tokenizer, events(forever=chunk(**IDS))) as (it, engine):
-        status, body = await ask(it, KINDS["moves, streamed"])
-        assert status == 200 and engine.asked == 1
-        assert body.count(b'"text"') == BODY["max_tokens"]
-        assert b"the engines failed to serve it" in body
-
-
-async def test_a_stream_whose_lines_end_otherwise_is_read(tokenizer: Tokenizer) -> None:
-    token = b'{"choices":[{"index":0,"text":"a"}]}'
-    for line, end in ((b"data: ", b"\r\n\r\n"), (b"data:", b"\n\n")):
-        sent = line + token + end + line + b"[DONE]" + end
-        async with broken(tokenizer, events(sent)) as (it, engine):
-            status, body = await ask(it, KINDS["direct, streamed"])
-            assert (status, body, engine.asked) == (200, sent, 1)
-
-
-async def test_text_without_tokens_is_a_sign_of_life(tokenizer: Tokenizer) -> None:
+@pytest.mark.cluster(first_token_seconds=1.0)
+async def test_text_without_tokens_is_a_sign_of_life(it: Cluster) -> None:
     end = chunk(text="", finish_reason="stop") + b"data: [DONE]\n\n"
-    async with broken(
-        tokenizer, events(*[chunk()] * 6, end, pause=0.25), first_token_seconds=1.0
-    ) as (it, engine):
-        status, body = await ask(it, KINDS["moves, streamed"])
-        assert status == 200 and engine.asked == 1 and b"error" not in body
+    engine = broken(it, events(*[chunk()] * 6, end, pause=0.25))
+    status, body = await it.read(KINDS["moves, streamed"])
+    assert status == 200 and engine.asked == 1 and b"error" not in body
 
 
-async def test_no_limit_of_a_completion_is_that_of_the_context(tokenizer: Tokenizer) -> None:
-    async with broken(
-        tokenizer, events(*[chunk(**IDS)] * 29, chunk(**IDS, finish_reason="stop"))
-    ) as (it, engine):
-        status, body = await ask(it, BODY | {"max_tokens": None, "stream": True})
-        assert status == 200 and engine.asked == 1
-        assert body.count(b'"text"') == 30 and b"error" not in body
+async def test_no_limit_of_a_completion_is_that_of_the_context(it: Cluster) -> None:
+    engine = broken(it, events(*[chunk(**IDS)] * 29, chunk(**IDS, finish_reason="stop")))
+    status, body = await it.read(BODY | {"max_tokens": None, "stream": True})
+    assert status == 200 and engine.asked == 1
+    assert body.count(b'"text"') == 30 and b"error" not in body
 
 
-async def test_a_guessed_prompt_is_no_reason_to_leave_an_engine(tokenizer: Tokenizer) -> None:
-    script = events(*[chunk(**IDS)] * 4, chunk(**IDS, finish_reason="length"))
-    async with broken(tokenizer, script) as (it, engine):
-        it.engines["prefill-0"].fails = 500
-        body = BODY | {"prompt": "\u4e2d" * 9000, "stream": True}
-        status, answer = await ask(it, body)
-        assert status == 200 and engine.asked == 1 and b"error" not in answer
+async def test_a_guessed_prompt_is_no_reason_to_leave_an_engine(it: Cluster) -> None:
+    engine = broken(it, events(*[chunk(**IDS)] * 4, chunk(**IDS, finish_reason="length")))
+    it.engines["prefill-0"].fails = 500
+    status, answer = await it.read(BODY | {"prompt": "\u4e2d" * 9000, "stream": True})
+    assert status == 200 and engine.asked == 1 and b"error" not in answer
 
 
 @pytest.mark.parametrize("complete", [True, False])
-async def test_a_large_answer_passes_without_being_kept(
-    tokenizer: Tokenizer, complete: bool
-) -> None:
+async def test_a_large_answer_passes_without_being_kept(it: Cluster, complete: bool) -> None:
     size = 20 << 20
 
     async def script(http: web.Request) -> web.StreamResponse:
@@ -369,13 +318,13 @@ async def test_a_large_answer_passes_without_being_kept(
             http.transport.abort()
         return response
 
-    async with broken(tokenizer, script) as (it, _):
-        if complete:
-            status, body = await ask(it, BODY | {"n": 2})
-            assert status == 200 and len(body) == size
-        else:
-            with pytest.raises(aiohttp.ClientError):
-                await ask(it, BODY | {"n": 2})
+    broken(it, script)
+    if complete:
+        status, body = await it.read(BODY | {"n": 2})
+        assert status == 200 and len(body) == size
+    else:
+        with pytest.raises(aiohttp.ClientError):
+            await it.read(BODY | {"n": 2})
 
 
 @pytest.mark.parametrize(

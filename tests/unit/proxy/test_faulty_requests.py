@@ -132,16 +132,16 @@ def test_whatever_is_asked_for_can_be_forecast(most: int, expected: int) -> None
         (CHAT, {"n": -3}, "n must be at least 1, got -3."),
     ],
 )
+@pytest.mark.cluster(decodes=1)
 async def test_numbers_without_sense_are_refused_in_vllms_words(
-    tokenizer: Tokenizer, path: str, fields: dict[str, Any], said: str
+    it: Cluster, path: str, fields: dict[str, Any], said: str
 ) -> None:
-    async with cluster(tokenizer, 1) as it:
-        body = {"model": "m", "prompt": PROMPT, "messages": [], **fields}
-        for tier in ("default", "flex"):
-            status, answer, _ = await it.post({**body, "service_tier": tier}, path)
-            assert status == 400
-            assert answer["error"]["message"].startswith(said)
-            assert answer["error"]["type"] == "BadRequestError"
+    body = {"model": "m", "prompt": PROMPT, "messages": [], **fields}
+    for tier in ("default", "flex"):
+        status, answer, _ = await it.post({**body, "service_tier": tier}, path)
+        assert status == 400
+        assert answer["error"]["message"].startswith(said)
+        assert answer["error"]["type"] == "BadRequestError"
 
 
 def test_more_tokens_than_any_model_has_are_the_engines_to_judge() -> None:

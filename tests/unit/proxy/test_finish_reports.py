@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from coordinated_cluster import Make
+from coordinated_cluster import Coordinated
 from hypothesis import given
 from hypothesis import strategies as st
 from live_requests import live_request
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from scripted_cluster import PROMPT, Cluster, cluster
-from tokenizers import Tokenizer
+from scripted_cluster import PROMPT, Cluster
 
 from rescheduler.engines.deployment import AccountOptions
 from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError
@@ -41,66 +40,49 @@ async def lines_of(it: Cluster, **asked: Any) -> tuple[list[str], Any]:
         return (await response.text()).split("\n\n"), response
 
 
-async def metric(it: Cluster, name: str, **labels: str) -> float:
-    total = 0.0
-    for line in (await it.text("/metrics")).splitlines():
-        if line.startswith(name) and all(f'{k}="{v}"' in line for k, v in labels.items()):
-            total += float(line.rsplit(" ", 1)[1])
-    return total
+async def test_streams_say_when_they_are_expected_to_finish(it: Cluster) -> None:
+    _, first = await lines_of(it)
+    assert "X-Headway-Expected-Finish" not in first.headers, "nothing is known yet"
+    await learned(it)
+    events, response = await lines_of(it)
+    median, low, high = map(
+        float, ITEM.fullmatch(response.headers["X-Headway-Expected-Finish"]).groups()
+    )
+    assert 0 < low <= median <= high
+    assert not any(event.startswith(":") for event in events), "for those that ask only"
+    assert await it.metric("headway_proxy_finish_forecasts_total", of="finish") > 20
+    assert await it.metric("headway_proxy_expected_requests", arrivals="none") == 0, "all ended"
+    assert await it.metric("headway_proxy_wanted_instances", seconds="60") >= 1
 
 
-async def test_streams_say_when_they_are_expected_to_finish(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        _, first = await lines_of(it)
-        assert "X-Headway-Expected-Finish" not in first.headers, "nothing is known yet"
-        await learned(it)
-        events, response = await lines_of(it)
-        median, low, high = map(
-            float, ITEM.fullmatch(response.headers["X-Headway-Expected-Finish"]).groups()
-        )
+@pytest.mark.cluster(progress_seconds=0.1)
+async def test_a_stream_that_asks_is_told_in_comments(it: Cluster) -> None:
+    await learned(it)
+    it.set_decodes(token_seconds=0.02)
+    events, response = await lines_of(it, **SHOWN)
+    assert "X-Headway-Expected-Start" in response.headers
+    told = [json.loads(one[10:]) for one in events if one.startswith(": headway ")]
+    assert len(told) > 1
+    assert told[0]["state"] == "waiting" and told[0]["place"] == 0
+    assert told[-1]["state"] == "running" and "start_s" not in told[-1]
+    for one in told:
+        low, median, high = one["finish_s"]
         assert 0 < low <= median <= high
-        assert not any(event.startswith(":") for event in events), "for those that ask only"
-        assert await metric(it, "headway_proxy_finish_forecasts_total", of="finish") > 20
-        assert await metric(it, "headway_proxy_expected_requests", arrivals="none") == 0, (
-            "all ended"
-        )
-        assert await metric(it, "headway_proxy_wanted_instances", seconds="60") >= 1
+        assert 1 <= one["tokens_left"][0] <= one["tokens_left"][2] <= 20
+    assert not any("headway" in (body.get("stream_options") or {}) for body in it.asked)
+    _, plain = await lines_of(it, stream_options={"headway": True, "include_usage": True})
+    assert plain.status == 200
+    options = [body["stream_options"] for body in it.asked if body.get("stream_options")]
+    assert options == [{"include_usage": True}]
 
 
-async def test_a_stream_that_asks_is_told_in_comments(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer, progress_seconds=0.1) as it:
-        await learned(it)
-        for engine in it.decodes:
-            engine.token_seconds = 0.02
-        events, response = await lines_of(it, **SHOWN)
-        assert "X-Headway-Expected-Start" in response.headers
-        told = [json.loads(one[10:]) for one in events if one.startswith(": headway ")]
-        assert len(told) > 1
-        assert told[0]["state"] == "waiting" and told[0]["place"] == 0
-        assert told[-1]["state"] == "running" and "start_s" not in told[-1]
-        for one in told:
-            low, median, high = one["finish_s"]
-            assert 0 < low <= median <= high
-            assert 1 <= one["tokens_left"][0] <= one["tokens_left"][2] <= 20
-        asked = it.decodes[0].bodies + it.decodes[1].bodies
-        assert not any("headway" in (body.get("stream_options") or {}) for body in asked)
-        _, plain = await lines_of(it, stream_options={"headway": True, "include_usage": True})
-        assert plain.status == 200
-        bodies = it.decodes[0].bodies + it.decodes[1].bodies
-        assert [one["stream_options"] for one in bodies if one.get("stream_options")] == [
-            {"include_usage": True}
-        ]
-
-
-async def test_waiting_streams_are_told_their_place(tokenizer: Tokenizer) -> None:
-    say = {"max_num_seqs": 1}
-    async with cluster(tokenizer, decodes=1, progress_seconds=0.1) as it:
-        await learned(it)
-        engine = it.decodes[0]
-        engine.says, engine.token_seconds = say, 0.01
-        await asyncio.sleep(0.3)  # until the proxy has probed it
-        streams = [asyncio.create_task(lines_of(it, **SHOWN)) for _ in range(3)]
-        answers = await asyncio.gather(*streams)
+@pytest.mark.cluster(decodes=1, progress_seconds=0.1)
+async def test_waiting_streams_are_told_their_place(it: Cluster) -> None:
+    await learned(it)
+    it.set_decodes(token_seconds=0.01)
+    await it.resized(1)
+    streams = [asyncio.create_task(lines_of(it, **SHOWN)) for _ in range(3)]
+    answers = await asyncio.gather(*streams)
     places = [
         max(json.loads(one[10:]).get("place", 0) for one in events if one.startswith(": headway"))
         for events, _ in answers
@@ -108,27 +90,25 @@ async def test_waiting_streams_are_told_their_place(tokenizer: Tokenizer) -> Non
     assert max(places) >= 1
 
 
-async def test_what_is_likely_is_promised_and_the_rest_refused(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        _, unknown = await lines_of(it, finish_in_s=0.001)
-        assert unknown.status == 200, "only requests that run can tell how long they take"
-        assert "X-Headway-Finish-Probability" not in unknown.headers
-        await learned(it)
-        _, response = await lines_of(it, finish_in_s=600)
-        assert float(response.headers["X-Headway-Finish-Probability"]) >= 0.95
-        status, body, headers = await it.post({**ASKED, "finish_in_s": 0.001, "stream": False})
-        assert status == 429
-        assert "the earliest that can be promised is" in body["error"]["message"]
-        assert int(headers["Retry-After"]) >= 1
-        _, anyway = await lines_of(it, finish_in_s=0.001, finish_level=0)
-        assert float(anyway.headers["X-Headway-Finish-Probability"]) < 0.5
-        _, at = await lines_of(it, finish_by=time.time() + 600)
-        assert at.status == 200
-        for outcome, n in (("given", 2), ("refused", 1), ("none", 2), ("kept", 2)):
-            assert await metric(it, "headway_proxy_promises_total", outcome=outcome) == n, outcome
-        assert await metric(it, "headway_proxy_promises_total", outcome="broken") == 0
-        sent = it.decodes[0].bodies + it.decodes[1].bodies
-        assert not any(name.startswith("finish_") for body in sent for name in body)
+async def test_what_is_likely_is_promised_and_the_rest_refused(it: Cluster) -> None:
+    _, unknown = await lines_of(it, finish_in_s=0.001)
+    assert unknown.status == 200, "only requests that run can tell how long they take"
+    assert "X-Headway-Finish-Probability" not in unknown.headers
+    await learned(it)
+    _, response = await lines_of(it, finish_in_s=600)
+    assert float(response.headers["X-Headway-Finish-Probability"]) >= 0.95
+    status, body, headers = await it.post({**ASKED, "finish_in_s": 0.001, "stream": False})
+    assert status == 429
+    assert "the earliest that can be promised is" in body["error"]["message"]
+    assert int(headers["Retry-After"]) >= 1
+    _, anyway = await lines_of(it, finish_in_s=0.001, finish_level=0)
+    assert float(anyway.headers["X-Headway-Finish-Probability"]) < 0.5
+    _, at = await lines_of(it, finish_by=time.time() + 600)
+    assert at.status == 200
+    for outcome, n in (("given", 2), ("refused", 1), ("none", 2), ("kept", 2)):
+        assert await it.metric("headway_proxy_promises_total", outcome=outcome) == n, outcome
+    assert await it.metric("headway_proxy_promises_total", outcome="broken") == 0
+    assert not any(name.startswith("finish_") for body in it.asked for name in body)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +127,11 @@ async def test_what_is_likely_is_promised_and_the_rest_refused(tokenizer: Tokeni
         {"finish_in_s": 5, "finish_level": -0.1},
     ],
 )
-async def test_invalid_promises_are_refused_by_name(
-    tokenizer: Tokenizer, fields: dict[str, Any]
-) -> None:
-    async with cluster(tokenizer) as it:
-        status, body, _ = await it.post({**ASKED, **fields})
-        assert status == 400
-        assert "finish" in body["error"]["message"]
-        assert body["error"]["param"].startswith("finish_")
+async def test_invalid_promises_are_refused_by_name(it: Cluster, fields: dict[str, Any]) -> None:
+    status, body, _ = await it.post({**ASKED, **fields})
+    assert status == 400
+    assert "finish" in body["error"]["message"]
+    assert body["error"]["param"].startswith("finish_")
 
 
 @pytest.mark.parametrize(
@@ -169,51 +146,45 @@ async def test_invalid_promises_are_refused_by_name(
     ],
 )
 async def test_times_in_another_unit_are_refused_with_the_right_one(
-    tokenizer: Tokenizer, fields: dict[str, Any], said: str
+    it: Cluster, fields: dict[str, Any], said: str
 ) -> None:
-    async with cluster(tokenizer) as it:
-        status, body, _ = await it.post({**ASKED, **fields})
-        assert status == 400
-        assert said in body["error"]["message"]
-        assert body["error"]["param"] == next(iter(fields))
-        status, _, _ = await it.post({**ASKED, "stream": False, "finish_in_s": 86_400})
-        assert status == 200
+    status, body, _ = await it.post({**ASKED, **fields})
+    assert status == 400
+    assert said in body["error"]["message"]
+    assert body["error"]["param"] == next(iter(fields))
+    status, _, _ = await it.post({**ASKED, "stream": False, "finish_in_s": 86_400})
+    assert status == 200
 
 
-async def test_nothing_is_promised_to_several_answers(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        status, body, _ = await it.post({**ASKED, "n": 2, "finish_in_s": 60, "stream": False})
-        assert status == 400
-        assert "`n`" in body["error"]["message"]
+async def test_nothing_is_promised_to_several_answers(it: Cluster) -> None:
+    status, body, _ = await it.post({**ASKED, "n": 2, "finish_in_s": 60, "stream": False})
+    assert status == 400
+    assert "`n`" in body["error"]["message"]
 
 
-async def test_nothing_is_promised_where_a_coordinator_decides(coordinated: Make) -> None:
-    async with coordinated() as it:
-        one = it.proxies[0]
-        status, _, _ = await one.post({"model": "m", "prompt": PROMPT, "max_tokens": 5})
-        assert status == 200
-        asked = {"model": "m", "prompt": PROMPT, "max_tokens": 5, "finish_in_s": 9}
-        status, body, _ = await one.post(asked)
-        assert status == 400
-        assert "coordinator" in body["error"]["message"]
+async def test_nothing_is_promised_where_a_coordinator_decides(many: Coordinated) -> None:
+    one = many.proxies[0]
+    status, _, _ = await one.post({"model": "m", "prompt": PROMPT, "max_tokens": 5})
+    assert status == 200
+    asked = {"model": "m", "prompt": PROMPT, "max_tokens": 5, "finish_in_s": 9}
+    status, body, _ = await one.post(asked)
+    assert status == 400
+    assert "coordinator" in body["error"]["message"]
 
 
-async def test_a_promise_is_left_where_its_client_leaves(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        await learned(it)
-        for engine in it.decodes:
-            engine.token_seconds = 0.2
-        body = {**ASKED, "finish_in_s": 600}
-        async with it.session.post(it.url + COMPLETIONS, json=body) as response:
-            await response.content.readline()
-        await it.idle()
-        for engine in it.decodes:
-            engine.token_seconds = 0.002
-        assert await metric(it, "headway_proxy_promises_total", outcome="left") == 1
+async def test_a_promise_is_left_where_its_client_leaves(it: Cluster) -> None:
+    await learned(it)
+    it.set_decodes(token_seconds=0.2)
+    body = {**ASKED, "finish_in_s": 600}
+    async with it.session.post(it.url + COMPLETIONS, json=body) as response:
+        await response.content.readline()
+    await it.idle()
+    it.set_decodes(token_seconds=0.002)
+    assert await it.metric("headway_proxy_promises_total", outcome="left") == 1
 
 
-def test_promised_requests_start_when_they_must(tokenizer: Tokenizer) -> None:
-    requests = [live_request(str(i), tokenizer) for i in range(4)]
+def test_promised_requests_start_when_they_must() -> None:
+    requests = [live_request(str(i)) for i in range(4)]
     accounts = Accounts(AccountOptions())
     for i, (start, finish) in {1: (50.0, 90.0), 3: (40.0, 80.0)}.items():
         requests[i].start_by, requests[i].finish_by = start, finish
@@ -233,8 +204,8 @@ def test_promised_requests_start_when_they_must(tokenizer: Tokenizer) -> None:
     assert order(60.0) == ["0", "1", "2", "3"], "its account is ahead of all others"
 
 
-def test_an_account_that_breaks_its_promises_is_led_by_them_no_more(tokenizer: Tokenizer) -> None:
-    requests = [live_request(str(i), tokenizer) for i in range(2)]
+def test_an_account_that_breaks_its_promises_is_led_by_them_no_more() -> None:
+    requests = [live_request(str(i)) for i in range(2)]
     requests[1].start_by = 0.0
     requests[1].finish_by = 90.0
     requests[1].promised_level = 0.9
@@ -244,135 +215,118 @@ def test_an_account_that_breaks_its_promises_is_led_by_them_no_more(tokenizer: T
     assert promised_first(requests, accounts, 10.0, 1e6) == requests
 
 
-async def test_a_burst_is_not_promised_as_if_each_were_alone(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer, decodes=1, pool=100) as it:
-        engine = it.decodes[0]
-        engine.says, engine.token_seconds = {"max_num_seqs": 1}, 0.005
-        await asyncio.sleep(0.3)
-        await learned(it)
-        asked = [lines_of(it, finish_in_s=1.0) for _ in range(40)]
-        statuses = [response.status for _, response in await asyncio.gather(*asked)]
-        assert 1 <= statuses.count(200) < 30
-        assert await metric(it, "headway_proxy_promises_total", outcome="kept") >= 1
-        broken = await metric(it, "headway_proxy_promises_total", outcome="broken")
-        assert broken <= statuses.count(200) / 2
+@pytest.mark.cluster(decodes=1, pool=100)
+async def test_a_burst_is_not_promised_as_if_each_were_alone(it: Cluster) -> None:
+    it.set_decodes(token_seconds=0.005)
+    await it.resized(1)
+    await learned(it)
+    asked = [lines_of(it, finish_in_s=1.0) for _ in range(40)]
+    statuses = [response.status for _, response in await asyncio.gather(*asked)]
+    assert 1 <= statuses.count(200) < 30
+    assert await it.metric("headway_proxy_promises_total", outcome="kept") >= 1
+    broken = await it.metric("headway_proxy_promises_total", outcome="broken")
+    assert broken <= statuses.count(200) / 2
 
 
-async def test_engines_that_say_0_leave_the_metrics_as_they_are(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        await learned(it)
-        for engine in it.decodes:
-            engine.says = {"max_num_seqs": 0}
-        await asyncio.sleep(0.3)
-        assert await metric(it, "headway_proxy_num_requests_waiting") == 0
-        assert "headway_proxy_expected_requests" in await it.text("/metrics")
+async def test_engines_that_say_0_leave_the_metrics_as_they_are(it: Cluster) -> None:
+    await learned(it)
+    it.set_decodes(says={"max_num_seqs": 0})
+    await asyncio.sleep(0.3)
+    assert await it.metric("headway_proxy_num_requests_waiting") == 0
+    assert "headway_proxy_expected_requests" in await it.text("/metrics")
 
 
 @pytest.mark.parametrize("options", [{"note": "headway"}, {"headways": True}, {"headway": "a"}])
-async def test_other_stream_options_are_the_engines(
-    tokenizer: Tokenizer, options: dict[str, Any]
-) -> None:
-    async with cluster(tokenizer) as it:
-        _, response = await lines_of(it, stream_options=options)
-        assert response.status == 200
+async def test_other_stream_options_are_the_engines(it: Cluster, options: dict[str, Any]) -> None:
+    _, response = await lines_of(it, stream_options=options)
+    assert response.status == 200
 
 
-async def test_slow_readers_are_not_the_fleets_fault(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        await learned(it)
-        before = await expected_finish(it)
-        for _ in range(15):
-            body = {**ASKED, "finish_in_s": 2.0}
-            async with it.session.post(it.url + COMPLETIONS, json=body) as response:
-                await asyncio.sleep(0.1)
-                await response.read()
-        assert await expected_finish(it) < 3 * before
-        assert await metric(it, "headway_proxy_promises_total", outcome="broken") == 0
+async def test_slow_readers_are_not_the_fleets_fault(it: Cluster) -> None:
+    await learned(it)
+    before = await expected_finish(it)
+    for _ in range(15):
+        body = {**ASKED, "finish_in_s": 2.0}
+        async with it.session.post(it.url + COMPLETIONS, json=body) as response:
+            await asyncio.sleep(0.1)
+            await response.read()
+    assert await expected_finish(it) < 3 * before
+    assert await it.metric("headway_proxy_promises_total", outcome="broken") == 0
 
 
-async def test_nothing_is_told_to_whom_no_engine_has_accepted(tokenizer: Tokenizer) -> None:
+async def test_nothing_is_told_to_whom_no_engine_has_accepted(it: Cluster) -> None:
     """When requests finish also says how busy the engines are."""
-    async with cluster(tokenizer) as it:
-        for engine in it.engines.values():
-            engine.key = "right"
-        it.session.headers["Authorization"] = "Bearer right"
-        await learned(it)
-        _, known = await lines_of(it, finish_in_s=600, **SHOWN)
-        assert {"X-Headway-Finish-Probability", "X-Headway-Expected-Finish"} <= {*known.headers}
-        for key in ("Bearer wrong", ""):
-            it.session.headers["Authorization"] = key
-            for asked in (SHOWN, {"finish_in_s": 600}, {"finish_in_s": 600, "finish_level": 0}):
-                events, response = await lines_of(it, **asked)
-                assert response.status == 401
-                assert not any("headway" in event for event in events)
-                assert not any(name.startswith("X-Headway") for name in response.headers)
-            status, body, headers = await it.post({**ASKED, "finish_in_s": 0.001})
-            assert status == 429 and headers["Retry-After"] == "1"
-            assert "earliest" not in body["error"]["message"]
-
-
-async def test_signs_of_life_tell_nothing_to_whom_no_engine_has_accepted(
-    tokenizer: Tokenizer,
-) -> None:
-    async with cluster(tokenizer, keep_alive_seconds=0.1) as it:
-        await learned(it)
-        for engine in it.engines.values():
-            engine.hangs = True
-        headers = {"Authorization": "Bearer unknown"}
-        body = {**ASKED, **SHOWN}
-        async with it.session.post(it.url + COMPLETIONS, json=body, headers=headers) as response:
-            assert await response.content.readline() == b": keep-alive\n"
+    it.set_engines(key="right")
+    it.session.headers["Authorization"] = "Bearer right"
+    await learned(it)
+    _, known = await lines_of(it, finish_in_s=600, **SHOWN)
+    assert {"X-Headway-Finish-Probability", "X-Headway-Expected-Finish"} <= {*known.headers}
+    for key in ("Bearer wrong", ""):
+        it.session.headers["Authorization"] = key
+        for asked in (SHOWN, {"finish_in_s": 600}, {"finish_in_s": 600, "finish_level": 0}):
+            events, response = await lines_of(it, **asked)
+            assert response.status == 401
+            assert not any("headway" in event for event in events)
             assert not any(name.startswith("X-Headway") for name in response.headers)
-            for engine in it.engines.values():
-                engine.hangs = False
-            assert (await response.text()).endswith("data: [DONE]\n\n")
+        status, body, headers = await it.post({**ASKED, "finish_in_s": 0.001})
+        assert status == 429 and headers["Retry-After"] == "1"
+        assert "earliest" not in body["error"]["message"]
 
 
-async def test_what_no_engine_has_accepted_scales_nothing(tokenizer: Tokenizer) -> None:
+@pytest.mark.cluster(keep_alive_seconds=0.1)
+async def test_signs_of_life_tell_nothing_to_whom_no_engine_has_accepted(it: Cluster) -> None:
+    await learned(it)
+    it.set_engines(hangs=True)
+    headers = {"Authorization": "Bearer unknown"}
+    body = {**ASKED, **SHOWN}
+    async with it.session.post(it.url + COMPLETIONS, json=body, headers=headers) as response:
+        assert await response.content.readline() == b": keep-alive\n"
+        assert not any(name.startswith("X-Headway") for name in response.headers)
+        it.set_engines(hangs=False)
+        assert (await response.text()).endswith("data: [DONE]\n\n")
+
+
+async def test_what_no_engine_has_accepted_scales_nothing(it: Cluster) -> None:
     """However large it is: not what engines refuse, and not what has a wrong key."""
-    async with cluster(tokenizer) as it:
-        await learned(it)
-        load = it.proxy.reports.finish_times.load  # type: ignore[union-attr]
-        before = await metric(it, "headway_proxy_wanted_instances", seconds="300")
-        prompt = load._arrivals.prompt_tokens
-        counted = len(tokenizer.encode(PROMPT).ids)
-        assert prompt == pytest.approx(counted), "as engines count it"
-        for engine in it.engines.values():
-            engine.fails = 400
-        large = {**ASKED, "prompt": "a" * 900_000}
-        asked = [large, {**large, "stream": False}]
-        for body in 5 * asked:
-            status, _, _ = await it.post(body)
-            assert status == 400
-        for engine in it.engines.values():
-            engine.fails = 0
-        assert load._arrivals.prompt_tokens == pytest.approx(prompt)
-        await asyncio.sleep(0.2)  # until the load ahead is seen anew
-        assert await metric(it, "headway_proxy_wanted_instances", seconds="300") <= before
+    await learned(it)
+    load = it.proxy.reports.finish_times.load  # type: ignore[union-attr]
+    before = await it.metric("headway_proxy_wanted_instances", seconds="300")
+    prompt = load._arrivals.prompt_tokens
+    counted = len(it.tokenizer.encode(PROMPT).ids)
+    assert prompt == pytest.approx(counted), "as engines count it"
+    it.set_engines(fails=400)
+    large = {**ASKED, "prompt": "a" * 900_000}
+    asked = [large, {**large, "stream": False}]
+    for body in 5 * asked:
+        status, _, _ = await it.post(body)
+        assert status == 400
+    it.set_engines(fails=0)
+    assert load._arrivals.prompt_tokens == pytest.approx(prompt)
+    await asyncio.sleep(0.2)  # until the load ahead is seen anew
+    assert await it.metric("headway_proxy_wanted_instances", seconds="300") <= before
 
 
-async def test_the_metrics_are_rendered_once_a_second_whoever_asks(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        rendered = 0
+async def test_the_metrics_are_rendered_once_a_second_whoever_asks(it: Cluster) -> None:
+    rendered = 0
 
-        class Counted(Collector):
-            def collect(self) -> Iterator[Metric]:
-                nonlocal rendered
-                rendered += 1
-                return iter(())
+    class Counted(Collector):
+        def collect(self) -> Iterator[Metric]:
+            nonlocal rendered
+            rendered += 1
+            return iter(())
 
-        it.proxy.metrics.add(Counted())
-        began, first = time.monotonic(), rendered
+    it.proxy.metrics.add(Counted())
+    began, first = time.monotonic(), rendered
 
-        async def scrape() -> str:
-            async with it.session.get(it.url + "/metrics") as response:
-                return await response.text()
+    async def scrape() -> str:
+        async with it.session.get(it.url + "/metrics") as response:
+            return await response.text()
 
-        texts = [*await asyncio.gather(*(scrape() for _ in range(20)))]
-        while time.monotonic() < began + METRICS_SECONDS:
-            texts.append(await scrape())
-        assert rendered - first <= 1 + (time.monotonic() - began) / METRICS_SECONDS
-        assert all("headway_proxy_requests" in text for text in texts)
+    texts = [*await asyncio.gather(*(scrape() for _ in range(20)))]
+    while time.monotonic() < began + METRICS_SECONDS:
+        texts.append(await scrape())
+    assert rendered - first <= 1 + (time.monotonic() - began) / METRICS_SECONDS
+    assert all("headway_proxy_requests" in text for text in texts)
 
 
 async def expected_finish(it: Cluster) -> float:
@@ -380,28 +334,24 @@ async def expected_finish(it: Cluster) -> float:
     return float(response.headers["X-Headway-Expected-Finish"].split(";")[0])
 
 
-async def test_what_generates_nothing_counts_for_nothing(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        await learned(it)
-        wanted = await metric(it, "headway_proxy_wanted_instances", seconds="300")
-        for _ in range(100):
-            await it.post({"model": "m", "prompt": PROMPT}, "/tokenize")
-        assert await metric(it, "headway_proxy_wanted_instances", seconds="300") <= wanted
-        status, body, _ = await it.post(
-            {"model": "m", "input": "a", "finish_in_s": 3}, "/v1/responses"
-        )
-        assert status == 400 and body["error"]["param"] == "finish_in_s"
+async def test_what_generates_nothing_counts_for_nothing(it: Cluster) -> None:
+    await learned(it)
+    wanted = await it.metric("headway_proxy_wanted_instances", seconds="300")
+    for _ in range(100):
+        await it.post({"model": "m", "prompt": PROMPT}, "/tokenize")
+    assert await it.metric("headway_proxy_wanted_instances", seconds="300") <= wanted
+    status, body, _ = await it.post({"model": "m", "input": "a", "finish_in_s": 3}, "/v1/responses")
+    assert status == 400 and body["error"]["param"] == "finish_in_s"
 
 
-async def test_draining_instances_have_no_room(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        await learned(it)
-        assert it.proxy.reports is not None
-        times = it.proxy.reports.finish_times.load
-        assert times.ahead is not None and times.ahead.takes.all()
-        await it.admin("POST", "drain/" + it.decodes[0].name)
-        await asyncio.sleep(0.2)
-        assert times.ahead.takes.tolist() == [False, True]
+async def test_draining_instances_have_no_room(it: Cluster) -> None:
+    await learned(it)
+    assert it.proxy.reports is not None
+    times = it.proxy.reports.finish_times.load
+    assert times.ahead is not None and times.ahead.takes.all()
+    await it.admin("POST", "drain/" + it.decodes[0].name)
+    await asyncio.sleep(0.2)
+    assert times.ahead.takes.tolist() == [False, True]
 
 
 @given(

@@ -1,19 +1,24 @@
-"""One engine that is broken or lies; the others serve on."""
+"""One engine that is broken, lies, or comes and goes hundreds of times; the others serve on."""
 
 import asyncio
+import json
+import random
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from fuzzing import fuzzed
 from hypothesis import example, given
 from hypothesis import strategies as st
 from live_requests import instance_state, live_request
-from published_telemetry import Engine, frames, publisher
-from scripted_cluster import PROMPT, Cluster, cluster, until
+from published_telemetry import Engine, GivenTelemetry, endpoint_of, frames, publisher
+from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
+from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
 from benchmarks.support.engine_states import engine_state
@@ -28,7 +33,6 @@ from rescheduler.placement.placeable import Placements
 from rescheduler.routing import create_policy
 from rescheduler.step_time.mean_step_time import MeanStepTime
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_messages import EngineState
 
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
@@ -62,69 +66,67 @@ async def served(it: Cluster, n: int = 6) -> None:
 
 
 @pytest.mark.parametrize("lie", LIES, ids=str)
+@pytest.mark.cluster(migration=PLANNER)
 async def test_one_engine_lies_about_its_state_and_all_requests_are_served(
-    tokenizer: Tokenizer, lie: dict[str, Any]
+    it: Cluster, lie: dict[str, Any]
 ) -> None:
-    async with cluster(tokenizer, migration=PLANNER) as it:
-        liar = it.engines["decode-1"]
-        liar.says = lie
-        await asyncio.sleep(0.3)  # it is probed every 0.1 s
-        await served(it)
-        if lie.get("max_num_seqs") == 0 or lie.get("num_blocks") == 0:
-            assert len(it.engines["decode-0"].bodies) == 6
-        status, _ = await it.admin("GET", "instances")
-        assert status == 200
+    liar = it.engines["decode-1"]
+    liar.says = lie
+    await asyncio.sleep(0.3)  # it is probed every 0.1 s
+    await served(it)
+    if lie.get("max_num_seqs") == 0 or lie.get("num_blocks") == 0:
+        assert len(it.engines["decode-0"].bodies) == 6
+    status, _ = await it.admin("GET", "instances")
+    assert status == 200
 
 
 async def test_an_invalid_state_is_reported_at_once_with_the_engine_and_the_field(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+    it: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with cluster(tokenizer) as it:
-        it.engines["decode-1"].says = {"max_num_seqs": 2**63}
-        await until(lambda: "max_num_seqs" in caplog.text)
-        endpoint = it.proxy.cluster.instances["decode-1"].instance.control
-        assert f"decode-1: {endpoint}: invalid control message" in caplog.text
-        await asyncio.sleep(0.5)
-        assert caplog.text.count("max_num_seqs") == 1, "once, not with every probe"
+    it.engines["decode-1"].says = {"max_num_seqs": 2**63}
+    await until(lambda: "max_num_seqs" in caplog.text)
+    endpoint = it.proxy.cluster.instances["decode-1"].instance.control
+    assert f"decode-1: {endpoint}: invalid control message" in caplog.text
+    await asyncio.sleep(0.5)
+    assert caplog.text.count("max_num_seqs") == 1, "once, not with every probe"
 
 
-async def test_a_request_that_fits_nowhere_is_refused_at_once(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer, pool_seconds=3600.0) as it:
-        for engine in it.decodes:
-            engine.says = {"max_num_seqs": 0}
-        states = [it.proxy.cluster.instances[engine.name] for engine in it.decodes]
-        await until(lambda: not any(state.slots for state in states))
-        status, answer, headers = await it.post(BODY)
-        assert status == 503
-        assert "Retry-After" in headers
-        assert "can hold" in answer["error"]["message"]
+@pytest.mark.cluster(pool_seconds=3600.0)
+async def test_a_request_that_fits_nowhere_is_refused_at_once(it: Cluster) -> None:
+    it.set_decodes(says={"max_num_seqs": 0})
+    states = [it.proxy.cluster.instances[engine.name] for engine in it.decodes]
+    await until(lambda: not any(state.slots for state in states))
+    status, answer, headers = await it.post(BODY)
+    assert status == 503
+    assert "Retry-After" in headers
+    assert "can hold" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("tokens", [2**24, 2**31, 2**62, 2**63, 2**64, 10**30])
+@pytest.mark.cluster(decodes=1, progress_seconds=0.1)
 async def test_a_prompt_that_no_engine_takes_leaves_finish_times_to_all_others(
-    tokenizer: Tokenizer, tokens: int, caplog: pytest.LogCaptureFixture
+    it: Cluster, tokens: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with cluster(tokenizer, decodes=1, progress_seconds=0.1) as it:
-        for _ in range(60):
-            await it.answered(5)
-        engine = it.decodes[0]
-        engine.says = {"max_model_len": 10_000}
-        state = it.proxy.cluster.instances["decode-0"]
-        await until(lambda: state.engine is not None and state.engine.max_model_len == 10_000)
-        engine.hangs = True
-        it.engines["prefill-0"].counts = tokens
-        odd = asyncio.create_task(it.answered(5))
-        await until(lambda: len(engine.running) == 1)
-        it.engines["prefill-0"].counts = None
-        shown = {**BODY, "stream": True, "stream_options": {"headway": True}}
-        async with it.session.post(it.url + "/v1/completions", json=shown) as response:
-            async with asyncio.timeout(20):
-                for _ in range(25):  # what is expected is computed anew every 2 s at least
-                    assert (await response.content.readuntil(b"\n\n")).startswith(b": headway ")
-            engine.hangs = False
-            await response.read()
-        await odd
-        assert "cannot be told" not in caplog.text
+    for _ in range(60):
+        await it.answered(5)
+    engine = it.decodes[0]
+    engine.says = {"max_model_len": 10_000}
+    state = it.proxy.cluster.instances["decode-0"]
+    await until(lambda: state.engine is not None and state.engine.max_model_len == 10_000)
+    engine.hangs = True
+    it.engines["prefill-0"].counts = tokens
+    odd = asyncio.create_task(it.answered(5))
+    await until(lambda: len(engine.running) == 1)
+    it.engines["prefill-0"].counts = None
+    shown = {**BODY, "stream": True, "stream_options": {"headway": True}}
+    async with it.session.post(it.url + "/v1/completions", json=shown) as response:
+        async with asyncio.timeout(20):
+            for _ in range(25):  # what is expected is computed anew every 2 s at least
+                assert (await response.content.readuntil(b"\n\n")).startswith(b": headway ")
+        engine.hangs = False
+        await response.read()
+    await odd
+    assert "cannot be told" not in caplog.text
 
 
 def absurd_messages(n: int) -> list[list[bytes]]:
@@ -160,10 +162,7 @@ async def test_one_engine_publishes_what_is_absurd_and_all_requests_are_served(
     tokenizer: Tokenizer, routing: str
 ) -> None:
     with publisher(bind=True) as honest, publisher(bind=True) as lying:
-        endpoints = [
-            one.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") for one in (honest, lying)
-        ]
-        telemetry = dict(zip(("decode-0", "decode-1"), endpoints, strict=True))
+        telemetry = {"decode-0": endpoint_of(honest), "decode-1": endpoint_of(lying)}
         engine = Engine(instance="decode-0")
         async with cluster(tokenizer, routing={"name": routing}, telemetry=telemetry) as it:
             heard = it.proxy.cluster.telemetry
@@ -190,7 +189,7 @@ async def test_one_engine_publishes_what_is_absurd_and_all_requests_are_served(
 
 @pytest.fixture(scope="module")
 def telemetry() -> Iterator[TelemetrySubscriber]:
-    with TelemetrySubscriber("tcp://127.0.0.1:9", view=TelemetryView(history=False)) as subscriber:
+    with GivenTelemetry() as subscriber:
         yield subscriber
 
 
@@ -224,7 +223,6 @@ OVERFLOWING = msgspec.structs.replace(HEALTHY, max_num_seqs=2**63)
 @example([OVERFLOWING], [1e308] * 4, [1, 2, 3], "pab")
 @example([OVERFLOWING, None], [0.0] * 4, [2**70], "jsq_load")
 async def test_placing_on_the_healthy_never_stops(
-    tokenizer: Tokenizer,
     telemetry: TelemetrySubscriber,
     lies: list[EngineState | None],
     budgets: list[float],
@@ -259,50 +257,137 @@ async def test_placing_on_the_healthy_never_stops(
         PrefillBudgets(telemetry),
     )
     for i, prompt in enumerate(prompts):
-        request = live_request(str(i), tokenizer, placements)
+        request = live_request(str(i), placements=placements)
         request.prompt_tokens = prompt
         async with asyncio.timeout(60):
             await dispatcher.place(request)
     assert dispatcher.choose([], instances[0]) == []
 
 
+@pytest.mark.cluster(probe_seconds=3600.0)
 async def test_what_cannot_be_viewed_is_left_out_counted_and_said_once(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+    it: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with cluster(tokenizer, probe_seconds=3600.0) as it:
-        await asyncio.sleep(0.3)  # each has been probed
-        it.proxy.cluster.instances["decode-1"].engine = OVERFLOWING
-        await served(it)
-        assert len(it.engines["decode-0"].bodies) == 6
-        text = await it.text("/metrics")
-        metric = "headway_proxy_instances_left_out_total"
-        counted = [line for line in text.splitlines() if line.startswith(metric)]
-        placing = f'{metric}{{instance_name="decode-1",reason="placing"}}'
-        assert any(line.startswith(placing) and not line.endswith(" 0.0") for line in counted)
-        assert all(line.endswith(" 0.0") for line in counted if "decode-1" not in line)
-        assert caplog.text.count("left out of decisions") == 1
-        status, _ = await it.admin("GET", "page")
-        assert status == 200
-        shown = LiveSnapshots(it.proxy.cluster).look().snapshot()
-        assert [one.name for one in shown.instances] == list(it.proxy.cluster.instances)
-        await it.admin("POST", "drain/decode-0")
-        await served(it)
-        it.proxy.cluster.instances["decode-1"].engine = None
-        await it.admin("POST", "undrain/decode-0")
+    await asyncio.sleep(0.3)  # each has been probed
+    it.proxy.cluster.instances["decode-1"].engine = OVERFLOWING
+    await served(it)
+    assert len(it.engines["decode-0"].bodies) == 6
+    text = await it.text("/metrics")
+    metric = "headway_proxy_instances_left_out_total"
+    counted = [line for line in text.splitlines() if line.startswith(metric)]
+    placing = f'{metric}{{instance_name="decode-1",reason="placing"}}'
+    assert any(line.startswith(placing) and not line.endswith(" 0.0") for line in counted)
+    assert all(line.endswith(" 0.0") for line in counted if "decode-1" not in line)
+    assert caplog.text.count("left out of decisions") == 1
+    status, _ = await it.admin("GET", "page")
+    assert status == 200
+    shown = LiveSnapshots(it.proxy.cluster).look().snapshot()
+    assert [one.name for one in shown.instances] == list(it.proxy.cluster.instances)
+    await it.admin("POST", "drain/decode-0")
+    await served(it)
+    it.proxy.cluster.instances["decode-1"].engine = None
+    await it.admin("POST", "undrain/decode-0")
 
 
 async def test_a_probe_that_raises_ends_no_other(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    it: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with cluster(tokenizer) as it:
-        control, failed = it.proxy.cluster.instances["decode-1"].control, 0
-        assert control is not None
+    control, failed = it.proxy.cluster.instances["decode-1"].control, 0
+    assert control is not None
 
-        async def state(timeout: float) -> EngineState:
-            nonlocal failed
-            failed += 1
-            raise OverflowError("scripted")
+    async def state(timeout: float) -> EngineState:
+        nonlocal failed
+        failed += 1
+        raise OverflowError("scripted")
 
-        monkeypatch.setattr(control, "state", state)
-        await until(lambda: failed >= 3)
-        await served(it)
+    monkeypatch.setattr(control, "state", state)
+    await until(lambda: failed >= 3)
+    await served(it)
+
+
+FLAPS = 200
+RESTARTS = 10
+TOKENS = 12
+KINDS: tuple[dict[str, Any], ...] = ({"stream": True}, {}, {"n": 2}, {"n": 2, "stream": True})
+UNUSED_SECONDS = 4.0  # for longer than connections are kept
+HONEST = (200, 429, 502, 503)
+
+
+def held() -> tuple[int, int]:
+    """Tasks and open files."""
+    return len(asyncio.all_tasks()), len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def asked(it: Cluster, session: aiohttp.ClientSession, kind: dict[str, Any]) -> str:
+    """Ask once; return how that ended."""
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": TOKENS, "return_token_ids": True, **kind}
+    async with session.post(it.url + "/v1/completions", json=body) as response:
+        told = await response.read()  # raises if it is cut
+    if response.status != 200:
+        assert response.status in HONEST, told
+        assert "error" in json.loads(told)
+        return "refused"
+    if not kind.get("stream"):
+        choices = json.loads(told)["choices"]
+        assert len(choices) == kind.get("n", 1)
+        if "n" not in kind:
+            assert choices[0]["token_ids"] == it.expected(TOKENS)
+        return "ok"
+    assert told.endswith(b"data: [DONE]\n\n"), told[-200:]
+    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith(b"data: {")]
+    failed = any("error" in one for one in events)
+    tokens = tokens_of(events)
+    if "n" not in kind:
+        assert tokens == it.expected(TOKENS)[: len(tokens)]
+        assert failed or len(tokens) == TOKENS
+    return "failed" if failed else "ok"
+
+
+async def flapped(engine: ScriptedEngine, generator: random.Random) -> None:
+    """Vanish from HTTP for a moment, and come back."""
+    await engine.stop_http()
+    await asyncio.sleep(generator.uniform(0.0, 0.02))
+    await engine.start_http()
+    await asyncio.sleep(generator.uniform(0.0, 0.04))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.cluster(prefix_caching=False, control_seconds=1.0, probe_seconds=10.0)
+async def test_requests_end_well_or_honestly_and_nothing_is_left(it: Cluster, whole: bool) -> None:
+    """Either their HTTP comes and goes, or the engines do, control sockets and all."""
+    generator, outcomes, flapping = random.Random(0), Counter[str](), True
+
+    async def ask() -> None:
+        async with aiohttp.ClientSession() as session:
+            while flapping:
+                outcomes[await asked(it, session, generator.choice(KINDS))] += 1
+
+    for kind in KINDS:
+        assert await asked(it, it.session, kind) == "ok"
+    await asyncio.sleep(UNUSED_SECONDS)
+    before = held()
+    asking = [asyncio.create_task(ask()) for _ in range(6)]
+    for _ in range(RESTARTS if whole else FLAPS):
+        engine = generator.choice(list(it.engines.values()))
+        if whole:
+            await engine.stop()
+            await asyncio.sleep(generator.uniform(0.0, 0.1))
+            await engine.start()
+            await asyncio.sleep(generator.uniform(0.0, 0.3))
+        else:
+            await flapped(engine, generator)
+        for task in asking:
+            if task.done():
+                task.result()
+    flapping = False
+    await asyncio.gather(*asking)
+    for engine in it.engines.values():  # what it kept died with it, or is released by now
+        engine.kept.clear()
+    await it.idle()
+    await until(lambda: it.in_service)
+    assert outcomes["ok"] > 0
+    for kind in KINDS:
+        assert await asked(it, it.session, kind) == "ok"
+    assert not any(one.control and one.control._asked for one in it.proxy.cluster.all)
+    await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))

@@ -122,8 +122,7 @@ async def test_requests_are_placed_and_stay(tokenizer: Tokenizer) -> None:
             assert status == 200
             assert answer["choices"][0]["text"] == tokenizer.decode(it.expected(5))
             assert engines["prefill-0"].bodies
-            for engine in it.decodes:
-                engine.token_seconds = 0.02
+            it.set_decodes(token_seconds=0.02)
             drained: list[str] = []
 
             async def drain(tokens: int) -> None:
@@ -140,8 +139,7 @@ async def test_requests_are_placed_and_stay(tokenizer: Tokenizer) -> None:
             assert sum(engine.pulled for engine in it.decodes) == 2, "of prefills alone"
             assert drained
             await until(lambda: not it.requests())
-            for engine in it.decodes:
-                engine.breaks_at = len(tokenizer.encode(PROMPT).ids) + 5
+            it.set_decodes(breaks_at=len(tokenizer.encode(PROMPT).ids) + 5)
             asked = {**body, "max_tokens": 60, "stream": True}
             async with session.post(f"{it.url}/v1/completions", json=asked) as response:
                 assert '"error"' in await response.text(), "nobody could go on with its text"

@@ -1,4 +1,4 @@
-"""Forecasts from prompts cost a budget of time, and hold up nobody."""
+"""What is expected of a request by its prompt: it costs a budget of time, and holds up nobody."""
 
 import asyncio
 import json
@@ -6,24 +6,37 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from math import isnan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scripted_cluster import PROMPT, cluster, until
 from tokenizers import Tokenizer
 
 from predictor.prompts.prompt_predictor import PromptPredictor
-from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.openai.openai_request import (
+    CHAT,
+    COMPLETIONS,
+    ClientRequest,
+    prompt_text,
+    temperature,
+)
 from rescheduler.openai.request_reader import read_request
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.placeable import Placeable
 from rescheduler.proxy import prompt_forecasts
-from rescheduler.proxy.prompt_forecasts import PromptForecasts
+from rescheduler.proxy.prompt_forecasts import ExpectedLengths, PromptForecasts
 
 CHECKPOINT = Path("checkpoints/smollm2-135m-instruct-prompt")
 
 
-def asked(**fields: Any) -> ClientRequest:
-    return read_request(COMPLETIONS, json.dumps({"prompt": "Why?", **fields}).encode())
+def asked(path: str = COMPLETIONS, **fields: Any) -> ClientRequest:
+    return read_request(path, json.dumps({"prompt": "Why?", **fields}).encode())
 
 
 def busy(seconds: float) -> None:
@@ -187,12 +200,9 @@ def slow_checkpoint(folder: Path) -> str:
 async def test_a_slow_tokenizer_of_a_checkpoint_holds_up_no_stream(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    checkpoint = slow_checkpoint(tmp_path / "slow")
-    async with cluster(tokenizer, 1, prompt_checkpoint=checkpoint) as it:
+    async with cluster(tokenizer, 1, prompt_checkpoint=slow_checkpoint(tmp_path / "slow")) as it:
         assert it.proxy._forecasts is not None
-        slow = {"model": "m", "prompt": "x" * 1_600, "max_tokens": 3}
-        status, _, _ = await it.post(slow)
-        assert status == 200
+        assert (await it.post({"model": "m", "prompt": "x" * 1_600, "max_tokens": 3}))[0] == 200
         await it.answered(20)
         assert it.proxy._forecasts._since is not None, "it is still at the first prompt"
 
@@ -204,6 +214,108 @@ def test_prompts_in_any_letters_are_cut_before_they_are_tokenized(letters: str) 
     own, length = predictor._embedding.read(text)
     assert len(own) <= 2 * 512 * 6, "a token has at least a byte"
     assert length > len(own)
-    assert predictor._embedding.read(PROMPT * 10)[1] == len(
-        predictor._embedding.read(PROMPT * 10)[0]
-    )
+    own, length = predictor._embedding.read(PROMPT * 10)
+    assert length == len(own)
+
+
+def test_a_prompt_is_read_however_it_is_given() -> None:
+    part = {"type": "text", "text": "Be brief."}
+    messages = [{"role": "system", "content": [part]}, {"role": "user", "content": "Why?"}]
+    assert prompt_text(asked(CHAT, messages=messages).body) == "Be brief.\nWhy?"
+    assert prompt_text(asked(prompt="Why?").body) == "Why?"
+    assert prompt_text(asked(prompt=["Why?"]).body) == "Why?"
+    assert prompt_text(asked(prompt=[5, 6, 7]).body) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": ["a", "b"]},
+        {"prompt": [1, "b"]},
+        {"prompt": {"a": 1}},
+        {"prompt": "a" * (1 << 20)},
+        {"prompt": [5] * 5000},
+        {"prompt": [5, -1]},
+        {"prompt": [5, 1 << 63]},
+        {"messages": [{}] * 5000},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": "a"},
+    ],
+)
+def test_of_what_is_no_prompt_nothing_is_expected(fields: dict[str, Any]) -> None:
+    body = {name: json.dumps(value).encode() for name, value in fields.items()}
+    assert prompt_text(body) is None  # type: ignore[arg-type]
+
+
+def test_the_temperature_is_the_clients_or_unknown() -> None:
+    assert temperature(asked(temperature=0.5).body) == 0.5
+    for fields in ({}, {"temperature": None}, {"temperature": "hot"}, {"temperature": [1]}):
+        assert isnan(temperature(asked(**fields).body))
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)))
+def test_no_prompt_is_too_strange(value: Any) -> None:
+    body = {"prompt": json.dumps(value).encode()}
+    read = prompt_text(body)  # type: ignore[arg-type]
+    assert read is None or isinstance(read, str | list)
+
+
+def test_what_a_prompt_lets_expect_stands_until_an_engine_forecasts() -> None:
+    forecasts = LiveForecasts(None)
+    requests = [
+        Placeable("a", 10, None, 50),
+        Placeable("b", 10, None, 400),
+        Placeable("c", 10, 30, 400),
+        Placeable("d", 10),
+    ]
+    found = forecasts.forecast(requests)
+    short, long, capped, unknown = found.mean()
+    assert short < unknown < long
+    assert capped == pytest.approx(30, rel=0.03)
+    np.testing.assert_allclose(found.at([64])[:2, 0], np.exp([-64 / 50, -64 / 400]))
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_what_is_expected_is_cut_once(expected: int, most: int) -> None:
+    """The mean of the curve is what was expected of the prompt, up to its grid."""
+    expected = min(expected, most)
+    forecasts = LiveForecasts(None)
+    (mean,) = forecasts.forecast([Placeable("a", 10, most, expected)]).mean()
+    assert mean == pytest.approx(expected, rel=0.16, abs=1.0)
+
+
+async def test_a_request_without_one_prompt_is_not_asked_about() -> None:
+    predicted: list[tuple[Any, ...]] = []
+
+    class Predictor:
+        def expected_tokens(self, *asked: Any) -> float:
+            predicted.append(asked)
+            return 41.6
+
+    lengths = ExpectedLengths.__new__(ExpectedLengths)
+    lengths._predictor = Predictor()  # type: ignore[assignment]
+    forecasts = Forecasts(lengths.of)
+    assert await forecasts.expected(asked(max_tokens=100, temperature=0.0)) == 42
+    assert predicted == [("Why?", 100, 0.0)]
+    assert await forecasts.expected(asked(prompt=["a", "b"], max_tokens=100)) is None
+    assert await forecasts.expected(asked(n=3)) is None
+    assert len(predicted) == 1
+    forecasts.close()
+
+
+@pytest.mark.parametrize(("model", "warnings"), [("smollm2", 0), ("acme/other", 1)])
+def test_a_checkpoint_of_another_models_answers_is_warned_of(
+    model: str, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ExpectedLengths(str(CHECKPOINT), model)
+    assert sum("was trained on answers" in one.message for one in caplog.records) == warnings
+
+
+def test_a_checkpoint_that_cannot_be_used_is_refused(survival_checkpoint: Any) -> None:
+    for checkpoint in (str(survival_checkpoint), "/nowhere/at/all"):
+        with pytest.raises(DeploymentError, match=r"^prompt_checkpoint: "):
+            ExpectedLengths(checkpoint, "smollm2")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_cluster import PROMPT, cluster
+from scripted_cluster import PROMPT, Cluster, cluster
 from tokenizers import Tokenizer
 
 from benchmarks.equality.cases import CASES
@@ -117,17 +117,14 @@ def test_what_is_no_json_object_is_a_bad_request(raw: bytes) -> None:
     assert (error["code"], error["type"], error["param"]) == (400, "Bad Request", "body")
 
 
-async def test_a_stream_that_an_engine_reads_a_word_for_is_passed_on_as_one(
-    tokenizer: Tokenizer,
-) -> None:
-    async with cluster(tokenizer) as it:
-        await it.answered(5, stream="yes")
+async def test_a_stream_that_an_engine_reads_a_word_for_is_passed_on_as_one(it: Cluster) -> None:
+    await it.answered(5, stream="yes")
 
 
-async def test_a_number_in_quotes_moves_like_any_other(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer, prefix_caching=False) as it:
-        _, outcome = await it.moved(100, max_tokens="100")
-        assert outcome == "moved"
+@pytest.mark.cluster(prefix_caching=False)
+async def test_a_number_in_quotes_moves_like_any_other(it: Cluster) -> None:
+    _, outcome = await it.moved(100, max_tokens="100")
+    assert outcome == "moved"
 
 
 @pytest.mark.parametrize(
@@ -142,37 +139,30 @@ async def test_a_number_in_quotes_moves_like_any_other(tokenizer: Tokenizer) -> 
     ],
 )
 async def test_a_slash_at_the_end_of_an_endpoint_is_redirected(
-    tokenizer: Tokenizer, method: str, path: str, target: str
+    it: Cluster, method: str, path: str, target: str
 ) -> None:
-    async with (
-        cluster(tokenizer) as it,
-        it.session.request(method, it.url + path, allow_redirects=False) as response,
-    ):
+    async with it.session.request(method, it.url + path, allow_redirects=False) as response:
         assert response.status == (307 if target else 404)
         if target:
             assert response.headers["Location"] in (target, target.replace("%20", "+"))
             assert await response.read() == b""
 
 
-async def test_ping_and_version_are_answered(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        for method in ("GET", "POST"):
-            async with it.session.request(method, it.url + "/ping") as response:
-                assert (response.status, await response.read()) == (200, b"")
-        async with it.session.get(it.url + "/version") as response:
-            assert (response.status, await response.json()) == (200, {"version": "scripted"})
+async def test_ping_and_version_are_answered(it: Cluster) -> None:
+    for method in ("GET", "POST"):
+        async with it.session.request(method, it.url + "/ping") as response:
+            assert (response.status, await response.read()) == (200, b"")
+    async with it.session.get(it.url + "/version") as response:
+        assert (response.status, await response.json()) == (200, {"version": "scripted"})
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions/batch", "/generative_scoring", "/v1/systemone", "/invocations"]
 )
-async def test_an_endpoint_that_one_engine_answers_is_forwarded(
-    tokenizer: Tokenizer, path: str
-) -> None:
-    async with cluster(tokenizer) as it:
-        status, answer, _ = await it.post({"model": "m", "priority": 3}, path)
-        assert (status, answer["path"]) == (200, path)
-        assert "priority" not in answer["asked"]
+async def test_an_endpoint_that_one_engine_answers_is_forwarded(it: Cluster, path: str) -> None:
+    status, answer, _ = await it.post({"model": "m", "priority": 3}, path)
+    assert (status, answer["path"]) == (200, path)
+    assert "priority" not in answer["asked"]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
@@ -183,62 +173,57 @@ async def test_an_endpoint_that_one_engine_answers_is_forwarded(
         *("application/json", "Application/JSON; charset=utf-8"),
     ],
 )
-async def test_a_body_has_to_say_that_it_is_json(
-    tokenizer: Tokenizer, path: str, kind: str | None
-) -> None:
+async def test_a_body_has_to_say_that_it_is_json(it: Cluster, path: str, kind: str | None) -> None:
     """As for vLLM: a page that may not ask across origins can send no other kind."""
-    async with cluster(tokenizer) as it:
-        data = json.dumps({**BODY, "messages": []}).encode()
-        headers = {} if kind is None else {"Content-Type": kind}
-        asked = it.session.post(
-            it.url + path, data=data, headers=headers, skip_auto_headers=["Content-Type"]
-        )
-        async with asked as response:
-            answer = await response.json()
-        if kind and kind.lower().startswith("application/json"):
-            assert response.status == 200
-        else:
-            assert (response.status, answer["error"]["type"]) == (400, "Bad Request")
-            assert not any(engine.bodies for engine in it.engines.values())
+    data = json.dumps({**BODY, "messages": []}).encode()
+    headers = {} if kind is None else {"Content-Type": kind}
+    asked = it.session.post(
+        it.url + path, data=data, headers=headers, skip_auto_headers=["Content-Type"]
+    )
+    async with asked as response:
+        answer = await response.json()
+    if kind and kind.lower().startswith("application/json"):
+        assert response.status == 200
+    else:
+        assert (response.status, answer["error"]["type"]) == (400, "Bad Request")
+        assert not any(engine.bodies for engine in it.engines.values())
 
 
 COMMON = {"service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params"}
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_a_whole_answer_has_the_fields_that_are_null(tokenizer: Tokenizer, path: str) -> None:
-    async with cluster(tokenizer) as it:
-        messages = [{"role": "user", "content": PROMPT}]
-        _, answer, _ = await it.post({**BODY, "messages": messages}, path)
-        (choice,) = answer["choices"]
-        nulls = {key for key, value in answer.items() if value is None}
-        of_choice = {key for key, value in choice.items() if value is None}
-        usage = {key for key, value in answer["usage"].items() if value is None}
-        assert usage == {"prompt_tokens_details", "completion_tokens_details"}
-        kept = {"logprobs", "stop_reason", "token_ids", "routed_experts"}
-        if path == CHAT:
-            message = {key for key, value in choice["message"].items() if value is None}
-            named = {"refusal", "annotations", "audio", "function_call", "reasoning"}
-            assert message == named
-            further = {"prompt_logprobs", "prompt_token_ids", "prompt_text"}
-            assert (nulls, of_choice) == (COMMON | {"metrics"} | further, kept)
-        else:
-            assert nulls == COMMON | {"metrics"}
-            assert of_choice == kept | {"prompt_logprobs", "prompt_token_ids"}
+async def test_a_whole_answer_has_the_fields_that_are_null(it: Cluster, path: str) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    _, answer, _ = await it.post({**BODY, "messages": messages}, path)
+    (choice,) = answer["choices"]
+    nulls = {key for key, value in answer.items() if value is None}
+    of_choice = {key for key, value in choice.items() if value is None}
+    usage = {key for key, value in answer["usage"].items() if value is None}
+    assert usage == {"prompt_tokens_details", "completion_tokens_details"}
+    kept = {"logprobs", "stop_reason", "token_ids", "routed_experts"}
+    if path == CHAT:
+        message = {key for key, value in choice["message"].items() if value is None}
+        named = {"refusal", "annotations", "audio", "function_call", "reasoning"}
+        assert message == named
+        further = {"prompt_logprobs", "prompt_token_ids", "prompt_text"}
+        assert (nulls, of_choice) == (COMMON | {"metrics"} | further, kept)
+    else:
+        assert nulls == COMMON | {"metrics"}
+        assert of_choice == kept | {"prompt_logprobs", "prompt_token_ids"}
 
 
 PAGE = "https://chat.example"
 PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
 
 
-async def test_no_page_may_read_answers_by_default(tokenizer: Tokenizer) -> None:
-    async with cluster(tokenizer) as it:
-        async with it.session.options(it.url + COMPLETIONS, headers=PREFLIGHT) as response:
-            assert response.status == 400
-            assert "Access-Control-Allow-Origin" not in response.headers
-        async with it.session.get(it.url + "/v1/models", headers={"Origin": PAGE}) as response:
-            assert response.status == 200
-            assert "Access-Control-Allow-Origin" not in response.headers
+async def test_no_page_may_read_answers_by_default(it: Cluster) -> None:
+    async with it.session.options(it.url + COMPLETIONS, headers=PREFLIGHT) as response:
+        assert response.status == 400
+        assert "Access-Control-Allow-Origin" not in response.headers
+    async with it.session.get(it.url + "/v1/models", headers={"Origin": PAGE}) as response:
+        assert response.status == 200
+        assert "Access-Control-Allow-Origin" not in response.headers
 
 
 @pytest.mark.parametrize(

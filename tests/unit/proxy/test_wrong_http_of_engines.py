@@ -143,9 +143,12 @@ async def engine(wrong: Wrong) -> AsyncIterator[Instance]:
         yield Instance("wrong", "decode", url)
 
 
-def upstream() -> Upstream:
-    options = msgspec.structs.replace(OPTIONS, control_seconds=SECONDS / 4)
-    return Upstream(options)
+@pytest.fixture
+async def asks() -> AsyncIterator[Upstream]:
+    """What asks engines."""
+    made = Upstream(msgspec.structs.replace(OPTIONS, control_seconds=SECONDS / 4))
+    yield made
+    await made.close()
 
 
 @asynccontextmanager
@@ -170,9 +173,8 @@ async def serving(
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_a_wrong_answer_is_a_failure_of_its_engine(name: str) -> None:
+async def test_a_wrong_answer_is_a_failure_of_its_engine(asks: Upstream, name: str) -> None:
     async with engine(WRONG[name]) as instance:
-        asks = upstream()
         tracemalloc.start()
         try:
             with pytest.raises((UpstreamError, TimeoutError)):  # who waits sets the bound
@@ -183,7 +185,6 @@ async def test_a_wrong_answer_is_a_failure_of_its_engine(name: str) -> None:
             assert tracemalloc.get_traced_memory()[1] < MEMORY
         finally:
             tracemalloc.stop()
-            await asks.close()
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -228,26 +229,24 @@ async def test_the_rest_of_an_answer_that_has_begun_is_not_waited_for_without_en
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-async def test_what_is_only_unusual_is_taken(name: str) -> None:
+async def test_what_is_only_unusual_is_taken(asks: Upstream, name: str) -> None:
     async with engine(Wrong(HARMLESS[name])) as instance:
-        asks = upstream()
         assert await asks.prefill(instance, "/v1/completions", b"{}", {}) == ({"a": 1}, 3)
-        await asks.close()
 
 
 @pytest.mark.parametrize(
     ("said", "seconds"),
     [("9" * 5000, 1), ("9" * 7, 3600), ("7", 7), ("²", 1), ("-1", 1), ("soon", 1), ("", 1)],
 )
-async def test_an_engine_that_is_full_may_say_anything_of_how_long(said: str, seconds: int) -> None:
+async def test_an_engine_that_is_full_may_say_anything_of_how_long(
+    asks: Upstream, said: str, seconds: int
+) -> None:
     headers = f"Retry-After: {said}\r\nContent-Length: 2\r\n\r\n{{}}"
     full = Wrong(f"HTTP/1.1 429 Full\r\n{headers}".encode())
     async with engine(full) as instance:
-        asks = upstream()
         with pytest.raises(EngineFullError) as caught:
             await asks.open(instance, "/v1/completions", b"{}", {})
         assert caught.value.seconds == seconds
-        await asks.close()
 
 
 @asynccontextmanager
@@ -270,23 +269,19 @@ async def numbering_engine(more: bytes) -> AsyncIterator[tuple[Instance, list[by
 
 
 @pytest.mark.parametrize("more", [HEAD + LENGTH + b"\r\n" + BODY, b"garbage", b"HTTP/1.1 2"])
-async def test_what_was_not_asked_for_is_nobodys_answer(more: bytes) -> None:
+async def test_what_was_not_asked_for_is_nobodys_answer(asks: Upstream, more: bytes) -> None:
     async with numbering_engine(more) as (instance, heads):
-        asks = upstream()
         for number in range(1, 5):
             assert await asks.get(instance, "/v1/models") == b"answer %d" % number
             await asyncio.sleep(0.1)
         assert len(heads) == 4
-        await asks.close()
 
 
-async def test_no_client_gets_the_cookie_that_an_engine_gave_to_another() -> None:
+async def test_no_client_gets_the_cookie_that_an_engine_gave_to_another(asks: Upstream) -> None:
     async with numbering_engine(b"") as (instance, heads):
-        asks = upstream()
         for _ in range(3):
             await asks.get(instance, "/v1/models")
         assert not any(b"cookie:" in head.lower() for head in heads)
-        await asks.close()
 
 
 @asynccontextmanager
@@ -321,23 +316,19 @@ def resets(writer: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize("how", [asyncio.StreamWriter.close, resets])
 async def test_a_kept_connection_that_its_engine_closes_costs_no_request(
-    how: Callable[[asyncio.StreamWriter], None],
+    asks: Upstream, how: Callable[[asyncio.StreamWriter], None]
 ) -> None:
     async with breaking_engine(1, how) as (instance, requests):
-        asks = upstream()
         for _ in range(3):
             assert await asks.prefill(instance, "/v1/completions", b"{}", {}) == ({"a": 1}, 3)
-        await asks.close()
         assert requests == [2, 1, 1], "what met a closed connection was sent again, on a new one"
 
 
 @pytest.mark.parametrize("how", [asyncio.StreamWriter.close, resets])
 async def test_a_request_that_breaks_its_own_connection_is_sent_once(
-    how: Callable[[asyncio.StreamWriter], None],
+    asks: Upstream, how: Callable[[asyncio.StreamWriter], None]
 ) -> None:
     async with breaking_engine(0, how) as (instance, requests):
-        asks = upstream()
         with pytest.raises(UpstreamError):
             await asks.prefill(instance, "/v1/completions", b"{}", {})
-        await asks.close()
         assert requests == [1], "it may be what killed the engine"

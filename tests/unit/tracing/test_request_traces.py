@@ -100,15 +100,13 @@ async def test_a_request_that_stays_is_one_tree(
 
 async def test_a_request_that_moves_is_one_tree(tokenizer: Tokenizer) -> None:
     async with traced(tokenizer) as (it, collector):
-        for engine in it.decodes:
-            engine.stalls_at = 60  # so that it cannot end before it is frozen
+        it.set_decodes(stalls_at=60)  # so that it cannot end before it is frozen
 
         async def at(tokens: int) -> None:
             if tokens == 10:
                 moving = asyncio.create_task(it.move())
                 await until(lambda: any(r.freezing for e in it.decodes for r in e.running.values()))
-                for engine in it.decodes:
-                    engine.stalls_at = 0
+                it.set_decodes(stalls_at=0)
                 assert await moving == "moved"
 
         chunks = await it.stream({"prompt": PROMPT, "max_tokens": 100}, at)
@@ -246,22 +244,19 @@ async def test_a_request_that_ends_badly_says_how(
     tokenizer: Tokenizer, status: int, outcome: str, failed: bool
 ) -> None:
     async with traced(tokenizer) as (it, collector):
-        for engine in it.decodes:
-            engine.fails = status
+        it.set_decodes(fails=status)
         got, _, _ = await it.post({"model": "m", "prompt": PROMPT, "max_tokens": 5})
         assert got >= 400
         await all_of(collector)
         root = collector.one("request")
         assert (root.attributes["headway.outcome"], root.failed) == (outcome, failed)
         assert root.attributes.get("error.type") == (outcome if failed else None)
-        for engine in it.decodes:
-            engine.fails = 0
+        it.set_decodes(fails=0)
 
 
 async def test_a_client_that_leaves_leaves_a_failed_request(tokenizer: Tokenizer) -> None:
     async with traced(tokenizer) as (it, collector):
-        for engine in it.decodes:
-            engine.stalls_at = 5
+        it.set_decodes(stalls_at=5)
 
         async def leave(tokens: int) -> None:
             if tokens == 5:

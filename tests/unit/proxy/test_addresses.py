@@ -1,5 +1,6 @@
-"""Host names in a deployment: what engines bind, and what everyone else connects to."""
+"""Host names and IPv6 in a deployment: what engines bind, and what everyone else connects to."""
 
+import asyncio
 import json
 import socket
 from contextlib import closing
@@ -8,22 +9,31 @@ from typing import Any
 
 import pytest
 import yaml
+from chosen_ports import free_port
+from coordinated_cluster import Coordinated
 from msgspec.structs import replace
+from running_command import answer, next_line, running
+from scripted_cluster import Cluster, until
 
-from predictor.live.zmq_sockets import create_keys
+from predictor.live.engine_forecasts import TelemetryConfig
+from predictor.live.telemetry_publisher import TelemetryPublisher
+from predictor.live.zmq_sockets import create_keys, is_loopback, needs_ipv6
 from rescheduler.commands.command_line import main
 from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_engines import launched, with_bound_addresses
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.transfer.control_client import ControlClient
-from rescheduler.transfer.control_messages import Released
+from rescheduler.transfer.control_messages import Command, GetState, Released, Reply
 from rescheduler.transfer.control_server import ControlServer
 
-ADDRESSES = {
+NAMES = {
     "prefill-0.engines": ["10.0.0.7"],
     "decode-0.engines": ["127.0.1.1", "10.0.0.8"],
     "debian": ["127.0.1.1"],
+    "both": ["10.0.0.7", "fd00::7"],
+    "six": ["fd00::8"],
+    "localhost": ["::1"],
 }
 
 
@@ -48,12 +58,14 @@ def deployment(*instances: Instance) -> Deployment:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resolver that knows `ADDRESSES`."""
+    """A resolver that knows `NAMES`."""
 
-    def resolve(host: str, *_: Any) -> list[Any]:
-        if host not in ADDRESSES:
+    def resolve(host: str, port: Any, family: int = 0, *_: Any, **__: Any) -> list[Any]:
+        kinds = {a: socket.AF_INET6 if ":" in a else socket.AF_INET for a in NAMES.get(host, ())}
+        found = [(kind, 1, 6, "", (a, 0)) for a, kind in kinds.items() if family in (0, kind)]
+        if not found:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 0)) for a in ADDRESSES[host]]
+        return found
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
@@ -79,16 +91,13 @@ def test_only_the_instances_that_start_here_are_looked_up() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.9.8.7", "[::1]", "[fe80::1]"])
+@pytest.mark.parametrize("changes", [{}, {"control": "ipc:///run/a", "telemetry": None}])
 @pytest.mark.usefixtures("names")
-def test_addresses_stay_as_they_are(host: str) -> None:
-    given = deployment(instance("decode-0", host))
+def test_addresses_and_what_has_no_host_stay_as_they_are(
+    host: str, changes: dict[str, Any]
+) -> None:
+    given = deployment(replace(instance("decode-0", host), **changes))
     assert with_bound_addresses(given, given.instances) == given
-
-
-@pytest.mark.usefixtures("names")
-def test_what_has_no_host_stays_as_it_is() -> None:
-    local = replace(instance("decode-0", "10.0.0.1"), control="ipc:///run/a", telemetry=None)
-    assert with_bound_addresses(deployment(local), [local]).instances == [local]
 
 
 def test_localhost_is_this_machine() -> None:
@@ -169,3 +178,133 @@ async def test_the_proxy_connects_by_name_also_to_what_has_no_address_yet(tmp_pa
     )
     with closing(server), closing(ControlClient(f"tcp://localhost:{port}", keys)) as client:
         assert await client.release("gone", 0, 30) is False
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+on_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+
+
+@on_ipv6
+@pytest.mark.cluster(prefix_caching=False, host="::1")
+async def test_requests_are_served_and_moved(it: Cluster) -> None:
+    assert it.url.startswith("http://[::1]:")
+    it.set_decodes(token_seconds=0.02)
+    asked = asyncio.create_task(it.answered(60))
+    await until(lambda: any(engine.running for engine in it.decodes))
+    source, target = it.source_and_target()
+    assert it.proxy.drainer is not None
+    it.proxy.drainer.drain(it.proxy.cluster.instances[source.name])
+    await asked
+    assert target.pulled, "its KV cache has moved"
+
+
+@on_ipv6
+@pytest.mark.cluster(host="::1")
+async def test_proxies_are_coordinated(many: Coordinated) -> None:
+    assert many.coordinator.endpoint.startswith("tcp://[::1]:")
+    await asyncio.gather(*(one.answered(5) for one in many.proxies))
+    await many.stop_coordinator()
+    await asyncio.gather(*(one.answered(5) for one in many.proxies))
+    await many.start_coordinator()
+    await many.coordinated()
+
+
+@on_ipv6
+@pytest.mark.parametrize("secured", [False, True])
+async def test_the_control_socket_answers(tmp_path: Path, secured: bool) -> None:
+    keys = tmp_path / "keys"
+    create_keys(keys)
+
+    def said(command: Command) -> Reply:
+        return Released(number=command.number, done=not isinstance(command, GetState))
+
+    given = str(keys) if secured else None
+    endpoint = f"tcp://[::1]:{free_port()}"
+    server, client = ControlServer(endpoint, given, said), ControlClient(endpoint, given)
+    with closing(server), closing(client):
+        assert await client.release("a" * 8, 0, 30.0)
+
+
+@on_ipv6
+async def test_telemetry_is_heard(headway_command: list[str]) -> None:
+    config = TelemetryConfig(bind="tcp://[::1]:*", instance="decode-0", snapshot_seconds=0.05)
+    sender = TelemetryPublisher(config, 0, "model", "checkpoint", 20, [0, 1], {})
+    with closing(sender) as publisher:
+        assert publisher.endpoint.startswith("tcp://[::1]:")
+        with TelemetrySubscriber(publisher.endpoint) as subscriber:
+            await until(lambda: bool(subscriber.view.instances))
+        command = [*headway_command, "doctor", "--telemetry", publisher.endpoint]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        shown, _ = await process.communicate()
+        assert b"no request runs" in shown
+
+
+@on_ipv6
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_the_command_listens_there(
+    headway_command: list[str], smollm2: Path, tmp_path: Path, host: str
+) -> None:
+    del smollm2  # is prepared
+    dead, port = free_port(), free_port()
+    instance = {"name": "decode-0", "role": "decode", "url": f"http://[::1]:{dead}"}
+    values = {
+        "model": "smollm2",
+        "instances": [instance],
+        "proxy": {"host": host, "port": port, "admin_port": free_port()},
+    }
+    config = tmp_path / "deployment.yaml"
+    config.write_text(json.dumps(values))
+    with running(headway_command, "serve", config) as process:
+        assert next_line(process) == f"serving on http://[{host}]:{port}\n"
+        assert answer(f"http://[::1]:{port}/health")[0] == 200
+        assert answer(f"{Deployment.from_values(values).proxy_url}/health")[0] == 200
+        assert answer(f"http://127.0.0.1:{port}/health")[0] == (200 if host == "::" else 0)
+
+
+def test_an_engine_of_this_machine_is_started_as_one() -> None:
+    given = deployment(instance("decode-0", "[::1]"))
+    command = engine_command(given, given.instances[0], "m", "python")
+    assert command.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "::1"
+    assert command.environment["UCX_NET_DEVICES"] == "lo"
+    assert command.arguments[command.arguments.index("--host") + 1] == "::1"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("tcp://[::1]:5557", True),
+        ("tcp://[0:0:0:0:0:0:0:1]:5557", True),
+        ("tcp://[::2]:5557", False),
+        ("tcp://[::]:5557", False),
+        ("tcp://[no]:5557", False),
+    ],
+)
+def test_only_the_loopback_stays_on_this_machine(endpoint: str, expected: bool) -> None:
+    assert is_loopback(endpoint) == expected
+
+
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize(
+    ("name", "bound", "by_ipv6"),
+    [("both", "10.0.0.7", False), ("six", "[fd00::8]", True), ("localhost", "[::1]", True)],
+)
+def test_what_is_bound_under_a_name_is_what_others_connect_to(
+    name: str, bound: str, by_ipv6: bool
+) -> None:
+    given = deployment(instance("decode-0", name))
+    (here,) = with_bound_addresses(given, given.instances).instances
+    assert here == instance("decode-0", bound)
+    assert here.host == bound.strip("[]")
+    assert needs_ipv6(f"tcp://{name}:8101") == by_ipv6
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "ipc:///run/a", "inproc://a"])
+def test_other_endpoints_are_not_of_ipv6(endpoint: str) -> None:
+    assert not needs_ipv6(endpoint)
