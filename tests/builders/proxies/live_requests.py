@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
@@ -12,6 +13,8 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 
+TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+
 
 def instance_state(name: str, role: Any = "decode", control: Any = None) -> InstanceState:
     return InstanceState(Instance(name, role, f"http://{name}:1"), ProxyOptions(), control)
@@ -19,11 +22,10 @@ def instance_state(name: str, role: Any = "decode", control: Any = None) -> Inst
 
 def live_request(
     name: str,
-    tokenizer: Tokenizer | None = None,
     placements: Placements[LiveRequest] | None = None,
     arrived: float = 0.0,
     **body: Any,
 ) -> LiveRequest:
     client = read_request(COMPLETIONS, json.dumps({"prompt": "a", **body}).encode())
     on = placements if placements is not None else Placements[LiveRequest]()
-    return LiveRequest(name, name, client, {}, arrived, tokenizer, on)
+    return LiveRequest(name, name, client, {}, arrived, TOKENIZER, on)

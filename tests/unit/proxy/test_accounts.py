@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live_requests import live_request
-from tokenizers import Tokenizer
 
 from rescheduler.engines.deployment import AccountOptions
 from rescheduler.placement.account import Account
@@ -23,8 +22,8 @@ def table() -> Accounts:
     return Accounts(AccountOptions())
 
 
-def asked(account: Account, tokenizer: Tokenizer, foreseen: float = 10.0) -> LiveRequest:
-    request = live_request("r", tokenizer)
+def asked(account: Account, foreseen: float = 10.0) -> LiveRequest:
+    request = live_request("r")
     request.account, request.foreseen_tokens = account, foreseen
     request.prompt_tokens, request.prompt_is_known = 30, True
     return request
@@ -67,17 +66,15 @@ class TestWhoAClientIs:
         odd = table.of("10.0.0.1", {"X-Tenant": "\u202e" * 500}).name
         assert odd.isascii() and odd.isalnum(), "names go into messages and logs"
 
-    def test_the_table_is_bounded_and_keeps_who_has_requests(
-        self, table: Accounts, tokenizer: Tokenizer
-    ) -> None:
+    def test_the_table_is_bounded_and_keeps_who_has_requests(self, table: Accounts) -> None:
         busy = table.named("busy")
-        table.began(asked(busy, tokenizer))
+        table.began(asked(busy))
         for i in range(5000):
             table.named(str(i))
         assert table.named("busy") is busy
         running = set()
         for i in range(3000):
-            request = asked(table.named(f"r{i}"), tokenizer)
+            request = asked(table.named(f"r{i}"))
             table.began(request)
             running.add(request.account)
         assert len(running) < 2000, "the rest share one"
@@ -118,7 +115,7 @@ def test_a_share_of_the_pool_is_anyones_and_twice_the_pool_is_hardly_passed(
 
 
 def in_the_pool(table: Accounts, account: Account) -> ExitStack:
-    request, stack = live_request("r", None), ExitStack()
+    request, stack = live_request("r"), ExitStack()
     request.account = account
     stack.enter_context(table.waits(request))
     return stack
@@ -136,9 +133,9 @@ def test_one_that_fills_the_pool_keeps_nobody_out(table: Accounts) -> None:
 
 class TestService:
     def test_what_runs_is_charged_as_foreseen_and_what_has_ended_as_it_was(
-        self, table: Accounts, tokenizer: Tokenizer
+        self, table: Accounts
     ) -> None:
-        request = asked(table.named("a"), tokenizer)
+        request = asked(table.named("a"))
         begun(table, request)
         assert request.account.served == 30 + 2 * 10
         request._generated = 100
@@ -149,20 +146,18 @@ class TestService:
 
     @pytest.mark.parametrize(("prompt", "charged"), [(30, 500), (4_000, 4_000)])
     def test_what_an_engine_refused_has_had_a_place(
-        self, table: Accounts, tokenizer: Tokenizer, prompt: int, charged: int
+        self, table: Accounts, prompt: int, charged: int
     ) -> None:
         """Otherwise who is refused would have had least, and each next place would be its own."""
-        request = asked(table.named("a"), tokenizer)
+        request = asked(table.named("a"))
         request.prompt_tokens = prompt
         begun(table, request)
         request.refused = True
         table.ended(request, by_itself=False)
         assert request.account.served == charged and table.mean_service == 500
 
-    def test_all_answers_of_a_request_are_charged(
-        self, table: Accounts, tokenizer: Tokenizer
-    ) -> None:
-        request = asked(table.named("a"), tokenizer, foreseen=200.0)
+    def test_all_answers_of_a_request_are_charged(self, table: Accounts) -> None:
+        request = asked(table.named("a"), foreseen=200.0)
         request.several = True
         request.answers = 64
         request.max_tokens = 4000
@@ -171,12 +166,10 @@ class TestService:
         table.ended(request, by_itself=True)
         assert request.account.served == 30 + 64 * 2 * 200
 
-    def test_one_client_does_not_say_how_much_a_request_is(
-        self, table: Accounts, tokenizer: Tokenizer
-    ) -> None:
+    def test_one_client_does_not_say_how_much_a_request_is(self, table: Accounts) -> None:
         for name in ("a", "b", "c", "greedy"):
             for _ in range(100 if name == "greedy" else 1):
-                request = asked(table.named(name), tokenizer)
+                request = asked(table.named(name))
                 request.prompt_tokens = 30_000 if name == "greedy" else 100
                 begun(table, request)
                 request._generated = 100
@@ -185,16 +178,16 @@ class TestService:
 
     @pytest.mark.parametrize("several", [True, False])
     def test_an_answer_that_nobody_counted_is_charged_as_it_was_expected(
-        self, table: Accounts, tokenizer: Tokenizer, several: bool
+        self, table: Accounts, several: bool
     ) -> None:
-        request = asked(table.named("a"), tokenizer, foreseen=1000.0)
+        request = asked(table.named("a"), foreseen=1000.0)
         request.several, request.max_tokens = several, 4000
         begun(table, request)
         table.ended(request, by_itself=True)
         assert request.account.served == 30 + 2 * 1000
 
-    def test_a_picture_is_no_million_tokens(self, table: Accounts, tokenizer: Tokenizer) -> None:
-        request = asked(table.named("a"), tokenizer)
+    def test_a_picture_is_no_million_tokens(self, table: Accounts) -> None:
+        request = asked(table.named("a"))
         request.prompt_tokens, request.prompt_is_known = 1_048_576, False
         before = table.mean_service
         begun(table, request)
@@ -202,73 +195,63 @@ class TestService:
         table.ended(request, by_itself=False)
         assert table.mean_service == before
 
-    def test_who_comes_late_has_no_claim_to_what_others_had_before(
-        self, table: Accounts, tokenizer: Tokenizer
-    ) -> None:
-        early = asked(table.named("early"), tokenizer)
+    def test_who_comes_late_has_no_claim_to_what_others_had_before(self, table: Accounts) -> None:
+        early = asked(table.named("early"))
         early.account.settle(early, 1000.0)
         with table.waits(early):
             table.placed(early)
-        late = asked(table.named("late"), tokenizer)
+        late = asked(table.named("late"))
         with table.waits(late):
             assert late.account.served == 1000.0
 
-    def test_nobody_saves_up_service_by_a_request_that_never_ends(
-        self, table: Accounts, tokenizer: Tokenizer
-    ) -> None:
+    def test_nobody_saves_up_service_by_a_request_that_never_ends(self, table: Accounts) -> None:
         saver, heavy = table.named("saver"), table.named("heavy")
-        table.began(asked(saver, tokenizer))
+        table.began(asked(saver))
         for _ in range(20):
-            request = asked(heavy, tokenizer)
+            request = asked(heavy)
             table.began(request)
             with table.waits(request):
                 table.placed(request)
             request._generated = 5000
             table.ended(request, by_itself=True)
-        flood = asked(saver, tokenizer)
+        flood = asked(saver)
         with table.waits(flood):
             assert saver.served > 0.9 * heavy.served
 
-    def test_a_forecast_of_what_is_left_unsaid_lifts_nobody(
-        self, table: Accounts, tokenizer: Tokenizer
-    ) -> None:
+    def test_a_forecast_of_what_is_left_unsaid_lifts_nobody(self, table: Accounts) -> None:
         liar = table.named("liar")
         for _ in range(20):
             liar.learn(10.0, 1000, by_itself=True)
-        requests = [asked(liar, tokenizer, foreseen=500.0) for _ in range(50)]
+        requests = [asked(liar, foreseen=500.0) for _ in range(50)]
         for request in requests:
             request.max_tokens = 500
             with table.waits(request):
                 table.placed(request)
         assert liar.served <= 50 * (30 + 2 * 500), "never more than it may generate"
-        new = asked(table.named("new"), tokenizer)
+        new = asked(table.named("new"))
         with table.waits(new):
             assert new.account.served == 0.0
 
-    def test_a_long_request_holds_back_nobodys_virtual_time(
-        self, table: Accounts, tokenizer: Tokenizer
-    ) -> None:
+    def test_a_long_request_holds_back_nobodys_virtual_time(self, table: Accounts) -> None:
         """Otherwise a client's second address would be owed what all others have had."""
         holder = table.named("holder")
-        long = asked(holder, tokenizer, foreseen=100_000.0)
+        long = asked(holder, foreseen=100_000.0)
         long.max_tokens = None
         begun(table, long)
-        with table.waits(asked(holder, tokenizer)):
+        with table.waits(asked(holder)):
             for _ in range(200):
-                honest = asked(table.named("honest"), tokenizer, foreseen=100.0)
+                honest = asked(table.named("honest"), foreseen=100.0)
                 with table.waits(honest):
                     begun(table, honest)
                 honest._generated = 100
                 table.ended(honest, by_itself=True)
-            second = asked(table.named("second"), tokenizer)
+            second = asked(table.named("second"))
             with table.waits(second):
                 assert second.account.served > 0.9 * table.named("honest").served
 
-    def test_a_weight_of_two_is_served_twice_as_much_for_the_same(
-        self, tokenizer: Tokenizer
-    ) -> None:
+    def test_a_weight_of_two_is_served_twice_as_much_for_the_same(self) -> None:
         table = Accounts(AccountOptions(weights={"big": 2.0}))
-        request = asked(table.named("big"), tokenizer)
+        request = asked(table.named("big"))
         request.account.settle(request, 100.0)
         assert request.account.served == 50.0
 

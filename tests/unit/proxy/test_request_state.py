@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_requests import instance_state, live_request
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from rescheduler.placement.live_request import (
     TRANSITIONS,
@@ -39,10 +37,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 PARAMS = {"remote_request_id": "blocks"}
 
 
-TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
-
 instance = partial(instance_state, control="a client")
-new_request = partial(live_request, tokenizer=TOKENIZER)
 
 
 @settings(deadline=None, max_examples=150)
@@ -55,7 +50,7 @@ async def live(data: st.DataObject) -> None:
     """Take two requests on three decode instances through any legal events to their ends."""
     placements: Placements[LiveRequest] = Placements()
     prefill, decodes = instance("prefill", "prefill"), [instance(name) for name in "abc"]
-    requests = [new_request(name, placements=placements) for name in ("r1", "r2")]
+    requests = [live_request(name, placements=placements) for name in ("r1", "r2")]
     moves: list[tuple[LiveRequest, Move]] = []
     kept: dict[LiveRequest, Kept] = {}
 
@@ -150,7 +145,7 @@ async def live(data: st.DataObject) -> None:
 
 
 def test_an_illegal_event_raises_and_changes_nothing() -> None:
-    request = new_request("r")
+    request = live_request("r")
     for event in (
         request.prefill_failed,
         request.accepted,
@@ -178,7 +173,7 @@ def test_an_illegal_event_raises_and_changes_nothing() -> None:
 async def test_a_target_that_fails_returns_the_request_to_a_source_in_service() -> None:
     source, target = instance("a"), instance("b")
     for in_service in (True, False):
-        request = new_request("r")
+        request = live_request("r")
         request.place(source)
         request.token(0.0)
         move = request.move_to(target)
@@ -202,7 +197,7 @@ def test_the_diagram_shows_every_state_and_every_transition() -> None:
 
 
 async def test_a_client_that_leaves_during_a_freeze_disturbs_nobody_else() -> None:
-    request = new_request("r")
+    request = live_request("r")
     request.place(instance("a"))
     request.token(0.0)
     move = request.move_to(instance("b"))

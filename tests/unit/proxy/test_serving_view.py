@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from live_requests import instance_state, live_request
-from published_telemetry import frames, snapshot
-from tokenizers import Tokenizer
+from published_telemetry import GivenTelemetry, frames, snapshot
 
 from benchmarks.support.engine_states import engine_state
 from predictor.forecasts.forecast import SurvivalForecast
@@ -31,7 +30,6 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing import create_policy
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
-from rescheduler.telemetry.telemetry_view import TelemetryView
 
 EDGES = [0, 10, 100, 1000]
 
@@ -53,8 +51,7 @@ class Heard:
 @pytest.fixture
 def heard() -> Iterator[Heard]:
     """Of no engine yet."""
-    view = TelemetryView(history=False)
-    with TelemetrySubscriber("tcp://127.0.0.1:9", view=view) as telemetry:
+    with GivenTelemetry() as telemetry:
         yield Heard(telemetry, LiveForecasts(telemetry))
 
 
@@ -65,7 +62,6 @@ instance = partial(instance_state, control="a client")
 
 
 def request(
-    tokenizer: Tokenizer,
     name: str,
     prompt: int,
     generated: int,
@@ -73,7 +69,7 @@ def request(
     placements: Placements[LiveRequest] | None = None,
     **body: Any,
 ) -> LiveRequest:
-    made = live_request(name, tokenizer, placements, **body)
+    made = live_request(name, placements, **body)
     made.begin_prefill(instance("prefill"))
     made.prefilled({}, prompt)
     if at is not None:
@@ -98,13 +94,13 @@ def move(request: LiveRequest, target: InstanceState, tokens: int) -> None:
     request.splicer.output_token_ids += range(tokens)
 
 
-def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
+def test_the_view_counts_what_is_where() -> None:
     a, b, on = instance("a"), instance("b"), Placements[LiveRequest]()
     a.engine = ENGINE
-    request(tokenizer, "r1", 10, 5, a, on)
-    request(tokenizer, "r2", 20, 0, a, on)
-    request(tokenizer, "r3", 30, 7, b, on)
-    waiting = request(tokenizer, "r4", 40, 0)
+    request("r1", 10, 5, a, on)
+    request("r2", 20, 0, a, on)
+    request("r3", 30, 7, b, on)
+    waiting = request("r4", 40, 0)
     waiting.wait(8.0)
     view = cluster_view(on, [a, b], [waiting], None, 10.0, 0.05, 3)
     assert view.slots.tolist() == [8, UNLIMITED]
@@ -118,35 +114,35 @@ def test_the_view_counts_what_is_where(tokenizer: Tokenizer) -> None:
     assert view.forecast is None
 
 
-def test_a_guessed_prompt_is_no_longer_than_what_an_engine_takes(tokenizer: Tokenizer) -> None:
+def test_a_guessed_prompt_is_no_longer_than_what_an_engine_takes() -> None:
     """Half a megabyte of an image; the engine says whether it is too long."""
     a, on = instance("a"), Placements[LiveRequest]()
     a.engine = ENGINE
-    request(tokenizer, "r1", 125_000, 0, a, on)
-    view = cluster_view(on, [a], [request(tokenizer, "r2", 125_000, 0)], None, 0.0, 0.05)
+    request("r1", 125_000, 0, a, on)
+    view = cluster_view(on, [a], [request("r2", 125_000, 0)], None, 0.0, 0.05)
     assert view.kv_load.tolist() == [512]
     assert view.waiting_prompt_tokens.tolist() == [512]
-    view = cluster_view(Placements(), [a], [request(tokenizer, "r3", 125_000, 0)], None, 0.0, 0.05)
+    view = cluster_view(Placements(), [a], [request("r3", 125_000, 0)], None, 0.0, 0.05)
     assert create_policy("jsq_load").assign(view).instance.tolist() == [0]
 
 
-def test_who_may_move_and_since_when(tokenizer: Tokenizer) -> None:
+def test_who_may_move_and_since_when() -> None:
     a, deaf = instance("a"), instance("deaf", control=None)
     on = Placements[LiveRequest]()
-    request(tokenizer, "never moved", 10, 5, a, on)
-    move(request(tokenizer, "moved", 10, 20, instance("b"), on), a, tokens=30)
-    request(tokenizer, "has not begun", 10, 0, a, on)
-    request(tokenizer, "n = 2", 10, 5, a, on, n=2)
-    request(tokenizer, "without a control socket", 10, 5, deaf, on)
+    request("never moved", 10, 5, a, on)
+    move(request("moved", 10, 20, instance("b"), on), a, tokens=30)
+    request("has not begun", 10, 0, a, on)
+    request("n = 2", 10, 5, a, on, n=2)
+    request("without a control socket", 10, 5, deaf, on)
     view = cluster_view(on, [a, deaf], [], None, 0.0, 0.05)
     assert view.since_move is not None
     assert view.since_move.tolist() == [NEVER_MOVED, 30, CANNOT_MOVE, CANNOT_MOVE, CANNOT_MOVE]
 
 
-def test_forecasts_follow_their_requests_and_age(tokenizer: Tokenizer, heard: Heard) -> None:
+def test_forecasts_follow_their_requests_and_age(heard: Heard) -> None:
     forecasts = heard.forecasts
-    known = request(tokenizer, "r1", 10, 15, max_tokens=4096)
-    unknown = request(tokenizer, "r2", 10, 0, max_tokens=40)
+    known = request("r1", 10, 15, max_tokens=4096)
+    unknown = request("r2", 10, 0, max_tokens=40)
     heard.receive(snapshot_of("a", 0, EDGES, r1=[1.0, 0.8, 0.4, 0.0]))
     both = forecasts.forecast([known, unknown])
     # Ten tokens after its forecast: S(h) = S(10 + h) / S(10).
@@ -166,20 +162,18 @@ def test_forecasts_follow_their_requests_and_age(tokenizer: Tokenizer, heard: He
     assert forecasts.forecast([known]).at([10])[0] > 0.9  # as of any request
 
 
-def test_a_client_may_ask_for_more_tokens_than_a_float_holds(
-    tokenizer: Tokenizer, heard: Heard
-) -> None:
-    greedy = request(tokenizer, "r1", 10, 3, max_tokens=10**400)
+def test_a_client_may_ask_for_more_tokens_than_a_float_holds(heard: Heard) -> None:
+    greedy = request("r1", 10, 3, max_tokens=10**400)
     assert 0 < heard.forecasts.forecast([greedy]).at([1_000])[0] < 1
 
 
 def test_an_engine_says_how_many_tokens_a_request_has_whose_stream_is_not_read(
-    tokenizer: Tokenizer, heard: Heard
+    heard: Heard,
 ) -> None:
     a, on = instance("a"), Placements[LiveRequest]()
-    read = request(tokenizer, "read", 300, 4, a, on)
-    whole = request(tokenizer, "whole", 300, 0, a, on, echo=True)
-    several = request(tokenizer, "several", 300, 0, a, on, n=2)
+    read = request("read", 300, 4, a, on)
+    whole = request("whole", 300, 0, a, on, echo=True)
+    several = request("several", 300, 0, a, on, n=2)
     for one in (read, whole, several):
         heard.forecasts.began(one)
     curve = [1.0, 0.8, 0.4, 0.0]
@@ -199,11 +193,9 @@ def snapshot_of(at: str, seq: int, edges: list[int], **curves: list[float]) -> l
     return frames(snapshot(at, requests, edges, seq))
 
 
-def test_a_rolling_change_of_predictors_loses_no_forecast(
-    tokenizer: Tokenizer, heard: Heard
-) -> None:
+def test_a_rolling_change_of_predictors_loses_no_forecast(heard: Heard) -> None:
     forecasts, receive = heard.forecasts, heard.receive
-    requests = [request(tokenizer, name, 10, 5) for name in ("r1", "r2", "r3")]
+    requests = [request(name, 10, 5) for name in ("r1", "r2", "r3")]
     r1, r2, r3 = [1.0, 0.8, 0.4, 0.1], [1.0, 0.6, 0.2], [1.0, 0.9, 0.9, 0.3]
     at = np.array([0, 10, 49, 50, 51, 99, 100, 399, 400, 401])
 
@@ -233,27 +225,25 @@ def test_a_rolling_change_of_predictors_loses_no_forecast(
     assert forecasts.forecast(requests[:2]).edges.tolist() == [0, 50, 400]
 
 
-def test_many_requests_keep_their_own_forecasts(tokenizer: Tokenizer, heard: Heard) -> None:
+def test_many_requests_keep_their_own_forecasts(heard: Heard) -> None:
     forecasts, n = heard.forecasts, 700
     curves = {f"r{i}": [1.0, 1 - i / 1000, 0.1, 0.0] for i in range(n)}
     heard.receive(snapshot_of("a", 0, EDGES, **curves))
     for i in range(0, n, 3):
-        forecasts.ended(request(tokenizer, f"r{i}", 10, 5), False)
+        forecasts.ended(request(f"r{i}", 10, 5), False)
     new = {f"new{i}": [1.0, i / 1000, 0.0, 0.0] for i in range(n)}
     heard.receive(snapshot_of("b", 0, EDGES, **new))
     names = [f"r{i}" for i in range(n) if i % 3] + [f"new{i}" for i in range(n)]
-    at = forecasts.forecast([request(tokenizer, name, 10, 5) for name in names]).at(10)
+    at = forecasts.forecast([request(name, 10, 5) for name in names]).at(10)
     expected = [1 - i / 1000 for i in range(n) if i % 3] + [i / 1000 for i in range(n)]
     assert at == pytest.approx(expected, abs=1e-5)
 
 
-def test_prefill_budgets_are_spent_until_an_engine_can_have_reckoned_with_it(
-    tokenizer: Tokenizer, heard: Heard
-) -> None:
+def test_prefill_budgets_are_spent_until_an_engine_can_have_reckoned_with_it(heard: Heard) -> None:
     instances, budgets = [instance("a"), instance("b")], PrefillBudgets(heard.telemetry)
 
     def spend(at: InstanceState, tokens: int, accepted: bool) -> LiveRequest:
-        sent = request(tokenizer, f"{tokens}", tokens, 0, at)
+        sent = request(f"{tokens}", tokens, 0, at)
         budgets.spend(at, sent)
         if accepted:
             sent.accepted()
@@ -293,10 +283,10 @@ def test_the_cluster_to_warm_up_with_has_requests_to_place(name: str) -> None:
 
 
 def test_forecasts_that_come_late_are_not_those_of_the_next_request_of_that_name(
-    tokenizer: Tokenizer, heard: Heard
+    heard: Heard,
 ) -> None:
     forecasts = heard.forecasts
-    first, second = request(tokenizer, "r", 500, 5), request(tokenizer, "r", 2, 3)
+    first, second = request("r", 500, 5), request("r", 2, 3)
     forecasts.began(first)
     with heard.telemetry.lock:  # and nobody looks before the request ends
         heard.telemetry.view.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.9, 0.8, 0.7]), 0.0)
@@ -305,14 +295,10 @@ def test_forecasts_that_come_late_are_not_those_of_the_next_request_of_that_name
     forecasts.began(second)
     assert forecasts.forecast([second]).at(10)[0] > 0.95, "as of any request"
     heard.receive(snapshot_of("a", 1, EDGES, r=[1.0, 0.3, 0.2, 0.1]))
-    assert forecasts.forecast([request(tokenizer, "r", 10, 5)]).at(10)[0] == pytest.approx(
-        0.3, abs=1e-4
-    )
+    assert forecasts.forecast([request("r", 10, 5)]).at(10)[0] == pytest.approx(0.3, abs=1e-4)
 
 
-def test_an_engine_with_ever_new_grids_and_forecasts_costs_the_others_none(
-    tokenizer: Tokenizer, heard: Heard
-) -> None:
+def test_an_engine_with_ever_new_grids_and_forecasts_costs_the_others_none(heard: Heard) -> None:
     heard.receive(snapshot_of("a", 0, EDGES, r=[1.0, 0.5, 0.2, 0.1]), source="a")
     curve = np.full(4, 65_535, dtype="<u2").tobytes()
     for life in range(14):
@@ -320,16 +306,16 @@ def test_an_engine_with_ever_new_grids_and_forecasts_costs_the_others_none(
         names = [f"life{life}x{i}" for i in range(4_000)]
         lies = [RequestForecast(f"cmpl-{name}", 1, 0, 0, 500, curve) for name in names]
         heard.receive(frames(snapshot("b", lies, grid, epoch=100 - life)), source="b")
-    honest = heard.forecasts.forecast([request(tokenizer, "r", 10, 5)])
+    honest = heard.forecasts.forecast([request("r", 10, 5)])
     assert honest.at(10)[0] == pytest.approx(0.5, abs=1e-4)
     assert set(honest.edges.tolist()) == {*EDGES, *grid}
 
 
-def test_the_engine_that_has_a_request_knows_best(tokenizer: Tokenizer, heard: Heard) -> None:
+def test_the_engine_that_has_a_request_knows_best(heard: Heard) -> None:
     """Another one, which has prefilled it, says that it is far ahead already."""
     forecasts = heard.forecasts
-    running = request(tokenizer, "r", 10, 5, instance("a"))
-    stays = request(tokenizer, "s", 10, 0, instance("a"), n=1, echo=True)
+    running = request("r", 10, 5, instance("a"))
+    stays = request("s", 10, 0, instance("a"), n=1, echo=True)
     forecasts.began(running)
     forecasts.began(stays)
     lies = RequestForecast("cmpl-r-0-0123abcd", 2**30, 9, 9, 500, b"\xff" * 8)
