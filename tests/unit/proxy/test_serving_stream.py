@@ -7,8 +7,9 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_streams import engine_stream, whole_text
+from scripted_cluster import text_of
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from rescheduler.openai.continued_text import ContinuedText
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, TextRules
@@ -20,6 +21,84 @@ PROMPT = "Tell me"
 texts = st.text(st.sampled_from("ab c🤦🏽é漢\n"), min_size=1, max_size=30)
 cuts = st.lists(st.integers(1, 40), max_size=3, unique=True).map(sorted)
 quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+def whole_text(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """What the tokens say after the prompt; of a character only whole ones."""
+    before, text = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
+    assert text.startswith(before)
+    return text[len(before) :].rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def engine_stream(
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    before: list[int],
+    tokens: list[int],
+    *,
+    chat: bool,
+    withheld: int = 0,
+    finish: str = "length",
+    logprobs: bool = False,
+    created: int = 1,
+    usage: bool = False,
+    ending: bool = True,
+) -> list[bytes]:
+    """Chunks of an engine that generates ``tokens`` after ``prompt`` and ``before``."""
+    kind, head = ("chatcmpl-1", "chat.completion.chunk") if chat else ("cmpl-1", "text_completion")
+    common = {"id": kind, "object": head, "created": created, "model": "m"}
+    known = prompt + before
+    stream = DecodeStream(ids=known, skip_special_tokens=True)
+    chunks: list[dict[str, Any]] = []
+    if chat:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        chunks.append({**common, "choices": [choice], "prompt_token_ids": known})
+    text, sent, offset = "", 0, 0
+    for i, token in enumerate(tokens):
+        text += stream.step(tokenizer, token) or ""
+        last = ending and i + 1 == len(tokens)
+        end = len(text) if last else max(sent, len(text) - withheld)
+        delta, sent = text[sent:end], end
+        choice = {"index": 0}
+        choice.update({"delta": {"content": delta}} if chat else {"text": delta})
+        choice["logprobs"] = None
+        if logprobs:
+            word = tokenizer.decode([token])
+            if chat:
+                choice["logprobs"] = {"content": [{"token": word, "logprob": -1.0}]}
+            else:
+                choice["logprobs"] = {
+                    "text_offset": [offset],
+                    "token_logprobs": [-1.0],
+                    "tokens": [word],
+                    "top_logprobs": [{word: -1.0}],
+                }
+            offset += len(word)
+        choice["finish_reason"] = finish if last else None
+        if last or not chat:
+            choice["stop_reason"] = None
+        if not chat:
+            choice["prompt_token_ids"] = known if i == 0 else None
+        choice["token_ids"] = [token]
+        chunks.append({**common, "choices": [choice]})
+        if last and not usage:
+            chunks[-1]["system_fingerprint"] = f"engine-{created}"
+    if usage and ending:
+        counts = {
+            "prompt_tokens": len(known),
+            "total_tokens": len(known) + len(tokens),
+            "completion_tokens": len(tokens),
+        }
+        fingerprint = f"engine-{created}"
+        chunks.append({**common, "choices": [], "usage": counts, "system_fingerprint": fingerprint})
+    return [
+        json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() for chunk in chunks
+    ]
 
 
 def spliced(
@@ -68,11 +147,6 @@ def spliced(
         if last < len(tokens) and not ending:
             splicer.cut()
     return splicer, seen
-
-
-def text_of(seen: list[dict[str, Any]]) -> str:
-    choices = [choice for chunk in seen for choice in chunk["choices"]]
-    return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices)
 
 
 @quick
