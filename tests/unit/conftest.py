@@ -1,4 +1,4 @@
-"""Predictors that several files test, each trained once, and the embedded model's tokenizer."""
+"""What several files test: predictors, each trained once, and proxies before scripted engines."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
