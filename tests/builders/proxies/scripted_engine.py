@@ -206,9 +206,10 @@ class ScriptedEngine:
         await self._site.start()
 
     async def stop_listening(self) -> None:
-        """Take no connections any more; those that are open stay."""
-        assert self._site._server is not None
+        """Take no connections any more, and close those without a request; streams stay."""
+        assert self._site._server is not None and self._runner.server is not None
         self._site._server.close()
+        self._runner.server.pre_shutdown()
 
     async def start(self) -> Instance:
         """Serve; return what a deployment says of it."""
@@ -232,7 +233,8 @@ class ScriptedEngine:
 
     async def stop_http(self) -> None:
         """Vanish from HTTP, connections and all, also those that are just being accepted."""
-        await self.stop_listening()
+        assert self._site._server is not None
+        self._site._server.close()
         await asyncio.sleep(0.005)
         for server in [self._runner.server]:
             for connection in list(server.connections if server else []):
