@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured_profiles import TRUE, profile_of
 from recorded_dataset import record
+from recorded_forecasts import OF_THREE
 
 from data_collection.capture.capture_config import read_capture_config
 from data_collection.dataset.dataset_commands import export_transcripts
@@ -44,7 +45,6 @@ from rescheduler.monitoring.finished_log import LoggedRequest, read_finished_log
 from rescheduler.placement.upstream import engine_key
 from rescheduler.routing.learned.rl import load_router
 from rescheduler.simulator.workloads.forecast_recording import (
-    ForecastRecording,
     read_recording,
     write_recording,
 )
@@ -214,21 +214,7 @@ def transcripts(folder: Path) -> None:
 
 
 def recording(folder: Path) -> None:
-    of_three = ForecastRecording(
-        model="m",
-        predictor="p",
-        part="test",
-        interval=2,
-        edges=np.array([0.0, 4.0, 8.0]),
-        prompt=np.array([5, 5, 5]),
-        output=np.array([4, 1, 3]),
-        max_tokens=np.array([100, 100, 3]),
-        cut=np.array([False, False, True]),
-        curves=np.array([[1.0, 0.5, 0.0]] * 5, dtype=np.float32),
-        first_row=np.array([0, 2, 3]),
-        n_rows=np.array([2, 1, 2]),
-    )
-    write_recording(of_three, folder / "forecasts.parquet")
+    write_recording(OF_THREE, folder / "forecasts.parquet")
 
 
 def steps(folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recorded_forecasts import OF_THREE
 
 from rescheduler.simulator.advice.advise import Study, advise
 from rescheduler.simulator.advice.text import advice_text, in_words
@@ -35,7 +36,6 @@ from rescheduler.simulator.config.simulation_config import (
 from rescheduler.simulator.workloads.forecast_recording import (
     MEASURED_INTERVAL,
     MEASURED_SIGMA,
-    ForecastRecording,
     error_sigma,
     read_recording,
 )
@@ -267,23 +267,8 @@ def test_loads_are_the_recorded_one_if_it_is_kept_up_with() -> None:
 
 def test_the_error_of_a_recording() -> None:
     # At 0 and 2 tokens the median is 4 tokens each; 4 and 2 are left, then 1 of another request.
-    curve = [1.0, 0.5, 0.0]
-    recording = ForecastRecording(
-        model="m",
-        predictor="p",
-        part="test",
-        interval=2,
-        edges=np.array([0.0, 4.0, 8.0]),
-        prompt=np.array([5, 5, 5]),
-        output=np.array([4, 1, 3]),
-        max_tokens=np.array([100, 100, 3]),
-        cut=np.array([False, False, True]),
-        curves=np.array([curve] * 5, dtype=np.float32),
-        first_row=np.array([0, 2, 3]),
-        n_rows=np.array([2, 1, 2]),
-    )
     errors = np.log([4 / 4, 4 / 2, 4 / 1])
-    assert error_sigma(recording) == pytest.approx(errors.std(ddof=1))
+    assert error_sigma(OF_THREE) == pytest.approx(errors.std(ddof=1))
 
 
 def test_the_default_quality_is_that_of_the_included_recording() -> None:

@@ -28,6 +28,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
 )
 from rescheduler.simulator.forecasts.forecast_sources import (
     SOURCES,
+    Classified,
     create_forecast,
 )
 from rescheduler.simulator.forecasts.record_forecasts import record, record_forecasts
@@ -125,6 +126,39 @@ def test_kaplan_meier_knows_the_lengths_of_others_at_the_same_age() -> None:
     assert survival(few, 40).tolist() == [1, 0, 0, 0, 0]
 
 
+LENGTHS = np.array([100] * 6 + [200] * 2 + [500] * 3 + [3000])
+MEANS = {0: 125.0, 1: 500.0, 2: 3000.0}
+
+
+def named(source: Classified, outputs: list[int], seed: int = 0) -> list[float]:
+    arrays = source.arrays(LENGTHS, seed)
+    return [expected_remaining(arrays, i, 0, 0, output) for i, output in enumerate(outputs)]
+
+
+def test_a_bucket_is_represented_by_the_mean_of_its_requests() -> None:
+    source = Classified(accuracy=1.0)
+    assert (
+        named(source, [1, 255, 256, 2047, 2048, 4000]) == [125.0] * 2 + [500.0] * 2 + [3000.0] * 2
+    )
+
+
+def test_the_named_bucket_stays_and_ages() -> None:
+    arrays = Classified(accuracy=0.5).arrays(LENGTHS, 1)
+    for number in range(40):
+        first = expected_remaining(arrays, number, 0, 0, 200)
+        assert first in MEANS.values()
+        later = [expected_remaining(arrays, number, 0, n, 200) for n in (50, 100, 199)]
+        assert later == [max(first - n, 1.0) for n in (50, 100, 199)]
+
+
+def test_accuracy_is_as_set_and_errors_follow_bucket_frequencies() -> None:
+    outputs = [500] * 20_000
+    said = np.array(named(Classified(accuracy=0.79), outputs, seed=7))
+    assert np.mean(said == 500.0) == pytest.approx(0.79, abs=0.01)
+    wrong = said[said != 500.0]
+    assert np.mean(wrong == 125.0) == pytest.approx(8 / 9, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -142,6 +176,8 @@ def test_kaplan_meier_knows_the_lengths_of_others_at_the_same_age() -> None:
         ({"name": "binned", "bins": 3}, "binned: bins is 2, 4, 6, not 3"),
         ({"name": "binned", "edges": [0, 5, 5]}, r"edges must ascend from 0, not \[0, 5, 5\]"),
         ({"name": "binned", "bins": 2, "sigma": -1}, "binned: sigma must be at least 0"),
+        ({"name": "classified", "edges": (1, 5)}, "ascend from 0"),
+        ({"name": "classified", "accuracy": 1.5}, "accuracy must be at least 0 and at most 1"),
         ({"name": "replay", "recording": "nowhere"}, "nowhere: cannot be read"),
     ],
 )
@@ -150,12 +186,13 @@ def test_an_impossible_source_is_refused(options: dict[str, object], message: st
         create_forecast(**options)  # type: ignore[arg-type]
 
 
-def test_kaplan_meier_says_that_it_needs_lengths() -> None:
-    for lengths in (None, np.empty(0, dtype=np.int64)):
-        with pytest.raises(ValueError, match="needs output lengths of other requests"):
-            create_forecast("kaplan_meier").arrays(lengths, 0)
+def test_what_learns_from_lengths_says_that_it_needs_them() -> None:
     needing = [name for name, source in SOURCES.items() if source.needs_lengths]
     assert needing == ["classified", "kaplan_meier"]
+    for name in needing:
+        for lengths in (None, np.empty(0, dtype=np.int64)):
+            with pytest.raises(ValueError, match="needs output lengths of other requests"):
+                create_forecast(name).arrays(lengths, 0)
 
 
 @pytest.fixture(scope="module")

@@ -362,11 +362,6 @@ def test_without_ray_it_is_said_how_to_get_it(
     assert "pip install ray" in capsys.readouterr().err
 
 
-def small_cells(n: int) -> Any:
-    config = read_config(SMALL | {"policies": "jsq", "seeds": n})
-    return cells_of(groups(config, {}))
-
-
 def kill_children(stop: threading.Event, at_most: int) -> None:
     killed: set[int] = set()
     while not stop.wait(0.02) and len(killed) < at_most:
@@ -379,20 +374,17 @@ def kill_children(stop: threading.Event, at_most: int) -> None:
 
 @pytest.mark.parametrize(("at_most", "lost"), [(1, 0), (1000, 1)])
 def test_a_killed_worker_loses_only_what_kills_it_again(at_most: int, lost: int) -> None:
-    cells = small_cells(4 if lost == 0 else 1)
+    config = read_config(SMALL | {"policies": "jsq", "seeds": 4 if lost == 0 else 1})
+    cells = cells_of(groups(config, {}))
     stop = threading.Event()
     killer = threading.Thread(target=kill_children, args=(stop, at_most))
     outcomes = run_locally(cells, 2, run_cell, first_alone=True)
     killer.start()
     try:
-        found = dict(outcomes_by_seed(outcomes))
+        found = {cell.seed: outcome for cell, outcome in outcomes}
     finally:
         stop.set()
         killer.join()
     assert set(found) == {cell.seed for cell in cells}
     died = [outcome for outcome in found.values() if isinstance(outcome, str)]
     assert died == ["its process died; was it out of memory?"] * lost
-
-
-def outcomes_by_seed(outcomes: Any) -> Any:
-    return ((cell.seed, outcome) for cell, outcome in outcomes)

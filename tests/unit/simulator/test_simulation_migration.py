@@ -123,15 +123,12 @@ def test_execution_variance_is_that_of_the_step_times() -> None:
 
 
 def test_a_run_ends_at_max_seconds() -> None:
-    whole, half = simulate(None), replace_seconds(50.0)
+    whole = simulate(None)
+    half = run(run_setup(config(max_seconds=50.0)), create_policy("jsq"), 0)
     assert half.seconds <= 50.0 < whole.seconds
     assert 0 < len(half.requests.number) < len(whole.requests.number)
     ended = whole.requests.end <= 50.0
     np.testing.assert_array_equal(half.requests.number, whole.requests.number[ended])
-
-
-def replace_seconds(most: float) -> RunResult:
-    return run(run_setup(config(max_seconds=most)), create_policy("jsq"), 0)
 
 
 def migration(*planners: Any, **options: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from rescheduler.simulator.workloads.five_tasks import TASKS, FiveTasks
 from rescheduler.simulator.workloads.trace import (
     BLOCK_REQUESTS,
     MOST_CLIENTS,
@@ -330,6 +331,29 @@ def test_phases_and_counts_go_on_across_blocks() -> None:
     assert [mixed.count(name) for name in ("LL", "LH", "HL", "HH")] == [BLOCK_REQUESTS // 2] * 4
 
 
+def test_every_task_has_the_mean_and_the_heavy_share_of_the_table() -> None:
+    for i, task in enumerate(TASKS.values()):
+        shares = tuple(float(j == i) for j in range(len(TASKS)))
+        trace = FiveTasks(requests=60_000, shares=shares, longest=100_000)
+        block = first_requests(trace, np.random.default_rng(i), 60_000)
+        assert block.output.mean() == pytest.approx(task.mean_output, rel=0.04)
+        assert np.mean(block.output >= 125) == pytest.approx(task.heavy, abs=0.01)
+        assert block.prompt.mean() == pytest.approx(task.mean_prompt, rel=0.04)
+
+
+def test_the_mix_is_the_tables_and_may_drift() -> None:
+    mixed = first_requests(create_trace("five_tasks"), np.random.default_rng(0), 2000)
+    assert mixed.prompt.max() <= 1000 and (mixed.prompt + mixed.output).max() <= 4096
+    n = sum(task.samples for task in TASKS.values())
+    many = first_requests(FiveTasks(requests=100_000), np.random.default_rng(1), 100_000)
+    for name, mean in (("prompt", "mean_prompt"), ("output", "mean_output")):
+        expected = sum(task.samples * getattr(task, mean) for task in TASKS.values()) / n
+        assert getattr(many, name).mean() == pytest.approx(expected, rel=0.03), name
+    drifting = FiveTasks(requests=10_000, shares=(1, 0, 0, 0, 0), drift_to=(0, 1, 0, 0, 0))
+    block = first_requests(drifting, np.random.default_rng(0), 10_000)
+    assert block.output[-2000:].mean() > 3 * block.output[:2000].mean()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -348,6 +372,9 @@ def test_phases_and_counts_go_on_across_blocks() -> None:
         ),
         ({"name": "lognormal", "output_sigma": -1}, "output_sigma must be at least 0, not -1"),
         ({"name": "burstgpt_like", "subset": "api"}, "subset is 'all' or 'gpt4_conversation', not"),
+        ({"name": "five_tasks", "shares": (1, 2)}, "shares are 5 numbers"),
+        ({"name": "five_tasks", "drift_to": (0, 0, 0, 0, 0)}, "drift_to are 5 numbers"),
+        ({"name": "five_tasks", "longest": 900}, "longest must exceed"),
         ({"name": "mixed_classes", "scenario": "ll"}, "scenario is one of 'lh_hl_random', "),
     ],
 )
