@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from row_tables import row_table
 from transformers import AutoTokenizer
 
-from data_collection.dataset.dataset_schema import Session
 from data_collection.models import EMBEDDED_MODELS, resolve_model
 from predictor.evaluation.comparators import ConstantMedian
-from predictor.training.row_table import HiddenStates, Requests, RowTable
+from predictor.training.row_table import RowTable
 from rescheduler.papers.comparators.prompt_self_report import PromptSelfReport
 from rescheduler.papers.comparators.text_regressor import (
     AuxiliaryCausalLM,
@@ -45,35 +45,15 @@ def rows(tokenizer: Any) -> RowTable:
         )
         prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
         outputs.append(tokenizer(answer, add_special_tokens=False)["input_ids"])
-    request = np.repeat(np.arange(len(CONVERSATIONS)), 2)
-    totals = np.array([total for _, _, total in CONVERSATIONS])
-    generated = np.where(np.arange(len(request)) % 2 == 0, 0, 2)
-    return RowTable(
-        hidden_states=HiddenStates([np.zeros((len(request), 576), dtype=np.float16)]),
-        vector=np.arange(len(request)),
-        request=request,
-        prompt_tokens=np.array([len(prompts[i]) for i in request]),
-        generated_tokens=generated,
-        remaining_tokens=totals[request] - generated,
-        censored=np.zeros(len(request), dtype=np.bool_),
-        max_tokens=np.full(len(request), 1000),
-        requests=Requests(
-            request_id=[f"request-{i}" for i in range(len(CONVERSATIONS))],
-            group=np.arange(len(CONVERSATIONS)),
-            total_tokens=totals,
-            censored=np.zeros(len(CONVERSATIONS), dtype=np.bool_),
-            finish_reason=["stop"] * len(CONVERSATIONS),
-            task=["chat"] * len(CONVERSATIONS),
-            temperature=np.ones(len(CONVERSATIONS)),
-            prompt_token_ids=prompts,
-            output_token_ids=outputs,
-        ),
-        session=Session(
-            name="s", model=EMBEDDED_MODELS["smollm2"].name, revision="r", hidden_size=576,
-            dtype="float16", k=2, engine="vllm", runner="v1", headway="0",
-            model_dtype="float32", started="2025",
-        ),
-    )  # fmt: skip
+    return row_table(
+        [total for _, _, total in CONVERSATIONS],
+        ages=[[0, 2]] * len(CONVERSATIONS),
+        prompts=prompts,
+        outputs=outputs,
+        max_tokens=1000,
+        model=EMBEDDED_MODELS["smollm2"].name,
+        k=2,
+    )
 
 
 def mean_absolute_error(comparator: TextRegressor | ConstantMedian, rows: RowTable) -> float:

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from row_tables import row_table
 
-from data_collection.dataset.dataset_schema import Session
 from predictor.evaluation.comparators import (
     COMPARATORS,
     ConstantMedian,
@@ -16,7 +16,7 @@ from predictor.evaluation.comparators import (
     create_comparator,
 )
 from predictor.evaluation.report import LABELS, OWN_NAME
-from predictor.training.row_table import HiddenStates, Requests, RowTable
+from predictor.training.row_table import RowTable
 from rescheduler.papers.comparators.prompt_self_report import PromptSelfReport, parse_length
 from rescheduler.papers.comparators.text_regressor import row_token_ids
 
@@ -31,37 +31,15 @@ def rows_of(
     cut_by: str = "length",
 ) -> RowTable:
     """Return the rows that k = 20 gives for requests of these lengths: n = 0, 20, 40, ..."""
-    cut = np.array(censored or [False] * len(total_tokens))
-    totals = np.array(total_tokens, dtype=np.int64)
-    ages = [np.arange(0, total, K) for total in total_tokens]
-    request = np.repeat(np.arange(len(totals)), [len(age) for age in ages])
-    generated = np.concatenate(ages).astype(np.int64)
-    vectors = np.zeros((len(request), 4), dtype=np.float16)
-    return RowTable(
-        hidden_states=HiddenStates([vectors]),
-        vector=np.arange(len(request)),
-        request=request,
-        prompt_tokens=np.full(len(request), 3),
-        generated_tokens=generated,
-        remaining_tokens=totals[request] - generated,
-        censored=cut[request],
-        max_tokens=np.full(len(request), MAX_TOKENS),
-        requests=Requests(
-            request_id=[f"request-{i}" for i in range(len(totals))],
-            group=np.arange(len(totals)),
-            total_tokens=totals,
-            censored=cut,
-            finish_reason=[cut_by if was_cut else "stop" for was_cut in cut],
-            task=["chat"] * len(totals),
-            temperature=np.ones(len(totals)),
-            prompt_token_ids=[[1, 2, 3] if with_token_ids else None for _ in totals],
-            output_token_ids=[list(range(n)) if with_token_ids else None for n in total_tokens],
-        ),
-        session=Session(
-            name="s", model="m", revision="r", hidden_size=4, dtype="float16", k=K,
-            engine="vllm", runner="v1", headway="0", model_dtype="float32", started="2025",
-        ),
-    )  # fmt: skip
+    return row_table(
+        total_tokens,
+        ages=[range(0, total, K) for total in total_tokens],
+        prompts=[[1, 2, 3] if with_token_ids else None] * len(total_tokens),
+        outputs=[list(range(n)) if with_token_ids else None for n in total_tokens],
+        max_tokens=MAX_TOKENS,
+        cut=censored,
+        cut_by=cut_by,
+    )
 
 
 def at_age(rows: RowTable, *ages: int) -> RowTable:
