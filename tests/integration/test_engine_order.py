@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked_vllm import post, run_forked, running_server
+from forked_vllm import post, run_forked, running_server, server_arguments
 from offline_engines import serve_waves
 
 SCHEDULER = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
@@ -51,18 +51,11 @@ def test_what_waits_is_begun_in_order_of_its_length_and_answered_alike(smollm2: 
     assert ordered["left"] == [0, 0]
 
 
-@pytest.fixture(scope="module")
-def arguments(smollm2: Path) -> list[str]:
-    section = {"order": {"name": "boost"}}
-    flags = ["--model", str(smollm2), "--served-model-name", "m", "--dtype", "float32"]
-    flags += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "512"]
-    flags += ["--scheduler-cls", SCHEDULER, "--additional-config"]
-    return [*flags, json.dumps({"headway": section})]
-
-
 @pytest.mark.slow
-def test_a_server_needs_two_flags(arguments: list[str], tmp_path: Path) -> None:
+def test_a_server_needs_two_flags(smollm2: Path, tmp_path: Path) -> None:
+    section = {"order": {"name": "boost"}}
+    arguments = server_arguments(smollm2, section, "--scheduler-cls", SCHEDULER)
     with running_server(arguments, tmp_path / "server.log") as server:
-        body = {"model": "m", "prompt": "The sea is", "max_tokens": 4}
+        body = {"model": "smollm2", "prompt": "The sea is", "max_tokens": 4}
         with post(server.port, "/v1/completions", body) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from batching_profile import profile_of
 from forecast_messages import CHECKPOINT
-from forked_vllm import ended_server, post, run_forked, running_server
+from forked_vllm import ended_server, post, run_forked, running_server, server_arguments
 from listening import Listener, listener
 from offline_engines import serve_waves
 
@@ -18,6 +18,8 @@ from predictor.live.telemetry_messages import Message, Snapshot
 from rescheduler.step_time.profile import BatchTime, read_engine, read_steps
 
 SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
+MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
+FLAGS = ["--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
 BATCH = BatchTime(constant=0.01, per_new=0.001, per_context=1e-6)
 CROWDED = {"max_num_batched_tokens": 160, "num_gpu_blocks_override": 24}
 """Prompts are cut, and the cache holds 736 tokens: some requests are preempted."""
@@ -160,17 +162,9 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             },
         }
         worker = ["--worker-cls", "predictor.live.vllm_worker.LiveHeadwayWorker"]
-        arguments = [*server_arguments(smollm2, section), *worker]
+        arguments = server_arguments(smollm2, section, *FLAGS, *worker)
         with running_server(arguments, folder / "server.log") as server:
             yield Served(server.port, folder / "steps.csv", listening)
-
-
-def server_arguments(model: Path, section: dict[str, Any]) -> list[str]:
-    arguments = ["--model", str(model), "--served-model-name", "smollm2", "--dtype", "float32"]
-    arguments += ["--host", "127.0.0.1", "--enforce-eager"]
-    arguments += ["--max-model-len", "512", "--max-num-seqs", "8", "--scheduler-cls", SCHEDULER]
-    arguments += ["--middleware", "rescheduler.batching.admission.AdmissionMiddleware"]
-    return [*arguments, "--additional-config", json.dumps({"headway": section})]
 
 
 @pytest.fixture
@@ -257,6 +251,6 @@ def test_an_engine_whose_profile_is_another_machine_s_does_not_start(
 ) -> None:
     path = profile_of(smollm2, tmp_path / "profile.yaml", BATCH, where="another machine")
     section = {"batching": {"profile": str(path)}}
-    printed = ended_server(server_arguments(smollm2, section), tmp_path / "server.log")
+    printed = ended_server(server_arguments(smollm2, section, *FLAGS), tmp_path / "server.log")
     expected = "the profile was measured with machine 'another machine', this engine has"
     assert expected in printed

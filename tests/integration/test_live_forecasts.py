@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forecast_messages import CHECKPOINT, assert_forecasts_equal, write_all_reading
-from forked_vllm import ended_server, post, run_forked, running_server
+from forked_vllm import ended_server, post, run_forked, running_server, server_arguments
 from listening import listener
 from offline_engines import forecasts_between_steps
 from recorded_requests import wait_until_recorded
@@ -25,8 +25,10 @@ from predictor.training.row_table import RowTable, load_rows
 
 REQUESTS = 8
 MAX_TOKENS = 40
-WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
-SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
+FLAGS = [
+    *("--worker-cls", "predictor.live.vllm_worker.LiveHeadwayWorker"),
+    *("--scheduler-cls", "predictor.live.vllm_scheduler.LiveHeadwayScheduler"),
+]
 
 
 @dataclass
@@ -38,14 +40,6 @@ class Heard:
     rows: RowTable | None = None
     dataset: Path | None = None
     checkpoint: Path | None = None
-
-
-def server_arguments(model: Path, section: dict[str, Any]) -> list[str]:
-    arguments = ["--model", str(model), "--served-model-name", "smollm2", "--dtype", "float32"]
-    arguments += ["--host", "127.0.0.1", "--enforce-eager"]
-    arguments += ["--max-model-len", "512", "--max-num-seqs", "8"]
-    arguments += ["--worker-cls", WORKER, "--scheduler-cls", SCHEDULER]
-    return [*arguments, "--additional-config", json.dumps({"headway": section})]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +60,8 @@ def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
                 },
             },
         }
-        with running_server(server_arguments(smollm2, section), folder / "server.log") as server:
+        arguments = server_arguments(smollm2, section, *FLAGS)
+        with running_server(arguments, folder / "server.log") as server:
             ask(server.port, heard)
             listening.wait_until(lambda messages: len(ends(messages)) == REQUESTS)
             listening.wait_until_idle()
@@ -159,7 +154,7 @@ def test_an_engine_that_cannot_forecast_does_not_start(
         checkpoint = CHECKPOINT.with_name("smollm2-135m-instruct-star")
         expected = "holds a regression model"
     section = {"forecast": {"checkpoint": str(checkpoint), "telemetry": None}}
-    printed = ended_server(server_arguments(smollm2, section), tmp_path / "server.log")
+    printed = ended_server(server_arguments(smollm2, section, *FLAGS), tmp_path / "server.log")
     assert expected in printed
 
 

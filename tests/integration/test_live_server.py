@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked_vllm import post, running_server
+from forked_vllm import post, running_server, server_arguments
 from recorded_requests import wait_until_recorded
 
 from data_collection.dataset.dataset_schema import read_sessions
@@ -30,14 +30,11 @@ class Served:
 def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("live")
     dataset = folder / "dataset"
-    config = {"headway": {"k": 5, "record": {"path": str(dataset), "flush_seconds": 1}}}
-    arguments = ["--model", str(smollm2), "--served-model-name", "smollm2", "--dtype", "float32"]
-    arguments += ["--host", "127.0.0.1", "--enforce-eager"]
-    arguments += ["--max-model-len", "1024", "--max-num-seqs", "8"]
-    arguments += ["--shutdown-timeout", "60"]  # time for the recorder to write out what it holds
-    arguments += ["--worker-cls", "data_collection.vllm_worker.HeadwayWorker"]
-    arguments += ["--scheduler-cls", "data_collection.vllm_scheduler.HeadwayScheduler"]
-    arguments += ["--additional-config", json.dumps(config)]
+    section = {"k": 5, "record": {"path": str(dataset), "flush_seconds": 1}}
+    flags = ["--shutdown-timeout", "60"]  # time for the recorder to write out what it holds
+    flags += ["--worker-cls", "data_collection.vllm_worker.HeadwayWorker"]
+    flags += ["--scheduler-cls", "data_collection.vllm_scheduler.HeadwayScheduler"]
+    arguments = server_arguments(smollm2, section, *flags, longest=1024)
     with running_server(arguments, folder / "server.log") as server:
         answers = talk(server.port)
         wait_until_recorded(dataset, 5)

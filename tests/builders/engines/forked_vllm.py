@@ -76,6 +76,16 @@ def running_command(arguments: Sequence[str], log: Path) -> Iterator[Command]:
         yield Command(process, log)
 
 
+def server_arguments(
+    model: Path, section: dict[str, Any], *flags: str, longest: int = 512
+) -> list[str]:
+    """Return the command line of a server of the embedded model with a section of Headway's."""
+    arguments = ["--model", str(model), "--served-model-name", "smollm2", "--dtype", "float32"]
+    arguments += ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", str(longest)]
+    arguments += ["--max-num-seqs", "8", "--additional-config", json.dumps({"headway": section})]
+    return [*arguments, *flags]
+
+
 @contextmanager
 def running_server(arguments: Sequence[str], log: Path) -> Iterator[Server]:
     """Serve with vLLM, of whose command line the port is left out; ready in the body."""
