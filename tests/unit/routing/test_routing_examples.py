@@ -143,7 +143,10 @@ def test_br0_raises_the_envelope_as_it_places() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("br0", {}), ("brh", {}), ("overflow", {}), ("fast_phi", {}), ("fast_phi", {"k": 1})],
+    [
+        *(("br0", {}), ("brh", {}), ("overflow", {}), ("fast_phi", {}), ("fast_phi", {"k": 1})),
+        *(("decode_balancer", {}), ("jsq_load", {})),
+    ],
 )
 def test_scores_that_are_equal_go_to_the_lowest_load_then_index(
     name: str, options: dict[str, int]
@@ -152,12 +155,6 @@ def test_scores_that_are_equal_go_to_the_lowest_load_then_index(
     # always go to the lowest index.
     heavy, view = [(9000, 900)], [[(50, 900)], [(20, 900)], [(20, 900)]]
     assert placed(name, cluster([heavy, *view], [(10, 5)]), **options) == [2]
-
-
-def test_decode_balancer_ties_go_to_the_lowest_load_then_index() -> None:
-    view = cluster([[(50, 9)], [(20, 9)], [(20, 9)]], [(10, 5)])
-    assert placed("decode_balancer", view) == [1]
-    assert placed("jsq_load", view) == [1]
 
 
 def test_brh_makes_the_choice_of_the_papers_example() -> None:
