@@ -25,16 +25,14 @@ def moved(plan: Plan) -> list[tuple[int, int, int]]:
 
 
 @st.composite
-def views(draw: st.DrawFn, curves: bool | None = None) -> ClusterView:
+def views(draw: st.DrawFn) -> ClusterView:
     """A small cluster with memory and slots that may be tight, with curves or point forecasts."""
     g = draw(st.integers(2, 5))
     n = draw(st.integers(0, 14))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    if curves is None:
-        curves = draw(st.booleans())
     edges = np.array([0, 1, 2, 4, 8, 16, 64, 400])
     forecast: Any = PointForecast.new(generator.integers(1, 40, n).astype(np.float64))
-    if curves:
+    if draw(st.booleans()):
         hazard = generator.uniform(0.005, 0.4, (n, 1))
         forecast = SurvivalForecast.new(edges, (1 - hazard) ** edges)
         forecast = forecast.aged(generator.integers(0, 6, n)).capped(generator.integers(1, 300, n))

@@ -41,12 +41,10 @@ def small_setup(**changes: Any) -> RunSetup:
     return run_setup(small_config(**changes))
 
 
-def random_layers(
-    n_instances: int, n_buckets: int = 3, seed: int = 0, widths: tuple[int, ...] = (16, 8)
-) -> Layers:
+def random_layers(n_instances: int, seed: int = 0) -> Layers:
     """Weights of a network that prefers nothing in particular."""
     generator = np.random.default_rng(seed)
-    sizes = [state_size(n_instances, n_buckets), *widths, n_instances + 1]
+    sizes = [state_size(n_instances, len(TASK.edges)), 16, 8, n_instances + 1]
     return [
         (
             generator.normal(size=(n_out, n_in)).astype(np.float32),
@@ -56,20 +54,20 @@ def random_layers(
     ]
 
 
-def checkpoint(layers: Layers, n_instances: int = 2, task: RouterConfig = TASK) -> RouterCheckpoint:
+def checkpoint(layers: Layers, n_instances: int = 2) -> RouterCheckpoint:
     return RouterCheckpoint(
         variant="baseline",
         n_instances=n_instances,
-        edges=task.edges,
-        interval=task.interval,
-        scales=task.scales(16),
+        edges=TASK.edges,
+        interval=TASK.interval,
+        scales=TASK.scales(16),
         layers=layers,
     )
 
 
-def constant_layers(n_instances: int, action: int, n_buckets: int = 3) -> Layers:
+def constant_layers(n_instances: int, action: int) -> Layers:
     """Weights of a network that always prefers one action."""
     bias = np.zeros(n_instances + 1, dtype=np.float32)
     bias[action] = 1.0
-    size = state_size(n_instances, n_buckets)
+    size = state_size(n_instances, len(TASK.edges))
     return [(np.zeros((n_instances + 1, size), dtype=np.float32), bias)]

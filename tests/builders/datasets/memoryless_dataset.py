@@ -34,13 +34,13 @@ def hidden_states(x: FloatArray, rng: np.random.Generator) -> npt.NDArray[np.flo
     return vectors
 
 
-def record_memoryless(dataset: Path, n_requests: int = 700, seed: int = 0) -> None:
+def record_memoryless(dataset: Path, n_requests: int = 700) -> None:
     """Record requests that end without memory, about half of them cut at random.
 
     Each has its own x in [-1, 1] and so its own mean length, 7 to 54 tokens, and its own
     ``max_tokens`` in 10..70; a tenth are left by their clients before.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.uniform(-1, 1, n_requests)
     length = rng.geometric(end_probability(x))
     cap = rng.integers(10, LONGEST_CAP + 1, n_requests)

@@ -109,8 +109,8 @@ def curve() -> BucketCurve:
     return BucketCurve(LengthBuckets((0, 20, 60)), tail_mean=40, limit=512)
 
 
-def grown(seed: int = 0) -> tuple[LengthForest, Prompts, npt.NDArray[np.int64]]:
-    rng = np.random.default_rng(seed)
+def grown() -> tuple[LengthForest, Prompts, npt.NDArray[np.int64]]:
+    rng = np.random.default_rng(0)
     task = [TASKS[i] for i in rng.integers(0, 2, 300)]
     prompts = Prompts([""] * 300, task, rng.integers(1, 500, 300), np.full(300, 100))
     story = np.array(task) == "story"

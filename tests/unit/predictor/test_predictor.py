@@ -110,6 +110,7 @@ def test_what_a_predictor_cannot_read_is_refused() -> None:
     [
         ("config.json", None, r"no config\.json"),
         ("config.json", '{"kind": "regr', r"config\.json: not JSON"),
+        ("config.json", '{"kind": ' + "[" * 100_000, r"config\.json: not JSON"),
         ("config.json", "[]", r"config\.json: not a JSON object"),
         ("config.json", '{"kind": null}', "kind None; known: regression, survival"),
         ("config.json", '{"kind": "quantile"}', "kind 'quantile'; known: regression, survival"),
@@ -157,13 +158,6 @@ def test_a_checkpoint_s_settings_that_cannot_be_are_named(
     with pytest.raises(CheckpointError, match=message) as raised:
         load_predictor(str(tmp_path))
     assert str(tmp_path) in str(raised.value)
-
-
-def test_settings_nested_deeply_are_refused(tmp_path: Path) -> None:
-    small(SurvivalMLP, edges=[0, 5], widths=[4]).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"kind": ' + "[" * 100_000)
-    with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
-        load_predictor(str(tmp_path))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])

@@ -49,11 +49,9 @@ def arrays(
     return create_forecast(name, **options).arrays(lengths, seed)
 
 
-def survival(
-    f: ForecastArrays, generated: int, output: int = 0, number: int = 0, template: int = -1
-) -> FloatArray:
+def survival(f: ForecastArrays, generated: int, output: int = 0, template: int = -1) -> FloatArray:
     out = np.empty(len(POINTS))
-    survival_row(f, number, template, generated, output, POINTS, out)
+    survival_row(f, 0, template, generated, output, POINTS, out)
     return out
 
 

@@ -48,9 +48,9 @@ def config(**changes: Any) -> SimulationConfig:
     )
 
 
-def simulate(planner: Any, forecast: dict[str, Any] | None = None, seed: int = 0) -> RunResult:
+def simulate(planner: Any, forecast: dict[str, Any] | None = None) -> RunResult:
     setup = run_setup(config(forecast=forecast or {"name": "oracle"}))
-    return run(setup, create_policy("jsq"), seed, planner=planner)
+    return run(setup, create_policy("jsq"), 0, planner=planner)
 
 
 @pytest.mark.parametrize(
