@@ -32,6 +32,10 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
     logger.removeHandler(caplog.handler)
 
 
+def constant(seconds: float) -> StepSeconds:
+    return StepSeconds(constant=seconds, per_new=0, per_context=0)
+
+
 def steps(clock: StepClock, count: int) -> None:
     for _ in range(count):
         clock.begin()
@@ -66,18 +70,21 @@ class SteppedTime:
         self.now += seconds
 
 
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> SteppedTime:
+    stepped = SteppedTime()
+    monkeypatch.setattr("rescheduler.emulation.step_clock.time", stepped)
+    return stepped
+
+
 @pytest.mark.parametrize(("busy", "never_caught_up"), [(7, 0), (19, 0), (30, 10)])
 def test_steps_that_were_late_are_caught_up_with(
-    monkeypatch: pytest.MonkeyPatch, busy: int, never_caught_up: int
+    passing: SteppedTime, busy: int, never_caught_up: int
 ) -> None:
-    passing = SteppedTime()
-    monkeypatch.setattr("rescheduler.emulation.step_clock.time", passing)
-    clock = StepClock(StepSeconds(constant=0.02, per_new=0, per_context=0), 1.0, None)
+    clock = StepClock(constant(0.02), 1.0, None)
     steps(clock, 2)
     passing.now += busy * 0.02
-    for _ in range(40):
-        clock.begin()
-        clock.end(STEP)
+    steps(clock, 40)
     assert clock.excess == pytest.approx(never_caught_up * 0.02)
 
 
@@ -91,7 +98,7 @@ def test_steps_that_were_late_are_caught_up_with(
 def test_how_well_the_machine_keeps_up_is_reported(
     told: pytest.LogCaptureFixture, seconds: float, level: int, words: str
 ) -> None:
-    clock = StepClock(StepSeconds(constant=seconds, per_new=0, per_context=0), 1.0, None)
+    clock = StepClock(constant(seconds), 1.0, None)
     steps(clock, 3)
     if level == logging.INFO:
         clock.excess = 0.0  # this machine may be busy
@@ -101,11 +108,9 @@ def test_how_well_the_machine_keeps_up_is_reported(
 
 
 def test_a_warning_is_of_the_last_minute(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    passing: SteppedTime, told: pytest.LogCaptureFixture
 ) -> None:
-    passing = SteppedTime()
-    monkeypatch.setattr("rescheduler.emulation.step_clock.time", passing)
-    clock = StepClock(StepSeconds(constant=0.02, per_new=0, per_context=0), 1.0, None)
+    clock = StepClock(constant(0.02), 1.0, None)
     steps(clock, 60_000)
     assert {record.levelno for record in told.records} == {logging.INFO}
     told.clear()
@@ -126,24 +131,17 @@ def test_a_clock_that_never_ran_reports_nothing(told: pytest.LogCaptureFixture) 
 
 
 def test_behind_a_barrier_the_longest_step_is_what_is_asked_for(tmp_path: Path) -> None:
-    clocks = [
-        StepClock(
-            StepSeconds(constant=seconds, per_new=0, per_context=0),
-            1.0,
-            tmp_path / f"{rank}.csv",
-            StepBarrier(tmp_path / "shared", rank, 10.0),
-        )
-        for rank, seconds in enumerate((2e-3, 5e-3))
-    ]
-
+    clocks = []
+    for rank, seconds in enumerate((2e-3, 5e-3)):
+        barrier = StepBarrier(tmp_path / "shared", rank, 10.0)
+        clocks.append(StepClock(constant(seconds), 1.0, tmp_path / f"{rank}.csv", barrier))
     begun, ended = Event(), Event()
 
     def goes_on_until_the_other_ends() -> None:
         steps(clocks[0], 1)
         begun.set()
         while not ended.is_set():
-            clocks[0].begin()
-            clocks[0].end(STEP)
+            steps(clocks[0], 1)
 
     with ThreadPoolExecutor(1) as pool:
         going_on = pool.submit(goes_on_until_the_other_ends)
@@ -164,17 +162,15 @@ def test_behind_a_barrier_the_longest_step_is_what_is_asked_for(tmp_path: Path) 
 
 
 def test_a_step_after_an_idle_time_is_one_of_its_own() -> None:
-    clock = StepClock(StepSeconds(constant=0.02, per_new=0, per_context=0), 1.0, None)
+    clock = StepClock(constant(0.02), 1.0, None)
     steps(clock, 2)
     clock.idle()
     time.sleep(2.0)
     before = time.perf_counter()
-    clock.begin()
-    clock.end(STEP)
+    steps(clock, 1)
     assert time.perf_counter() - before >= 0.02, "no step is free because time has passed"
     late = clock.excess
-    clock.begin()
-    clock.end(STEP)
+    steps(clock, 1)
     assert late < 2.0, "the idle time is none of a step's"
 
 
