@@ -53,6 +53,12 @@ def arguments(folder: Path, out: Path, *options: str) -> list[str]:
     ]
 
 
+def ran(collect: list[str], log: Path) -> tuple[int | None, str]:
+    """The status of a command that has ended, and what it printed."""
+    with running_command(collect, log) as command:
+        return command.end()
+
+
 def wait_for_rows(dataset: Path, command: Command, shards: int) -> None:
     deadline = time.monotonic() + 600
     while len(rows_files(dataset)) < shards:
@@ -113,9 +119,7 @@ def test_interrupt_then_kill_then_finish(folder: Path) -> None:
     after_kill = driven(dataset)
     assert set(after_interrupt) < set(after_kill)
 
-    collect = arguments(folder, dataset)
-    with running_command(collect, folder / "finished.log") as command:
-        status, output = command.end()
+    status, output = ran(arguments(folder, dataset), folder / "finished.log")
     assert status == 0, output[-3000:]
     assert f"of {N_PROMPTS + 1} prompts are done already" in output
     assert "1 prompts are longer than the model's 512 tokens and left out: long" in output
@@ -126,22 +130,14 @@ def test_interrupt_then_kill_then_finish(folder: Path) -> None:
     assert set(rows.requests.task) <= {"story", ""}
     cut = rows.requests.total_tokens == 32
     assert (rows.requests.censored[cut]).all(), "answers that reached the cap are censored"
-    assert "3 sessions" in describe(dataset)
+    assert (dataset / "README.md").read_text().split("## Sessions")[1].count("- `") == 3
 
 
-def describe(dataset: Path) -> str:
-    sessions = (dataset / "README.md").read_text().split("## Sessions")[1]
-    return f"{sessions.count('- `')} sessions"
-
-
-def test_transcripts_give_the_rows_of_the_run_that_they_are_of(
-    folder: Path,
-) -> None:
+def test_transcripts_give_the_rows_of_the_run_that_they_are_of(folder: Path) -> None:
     """Same tokens, same states, also where the answer is prefilled in several parts."""
     live, again = folder / "live", folder / "again"
     transcripts = folder / "mine.parquet"
-    with running_command(arguments(folder, live), folder / "live.log") as command:
-        status, output = command.end()
+    status, output = ran(arguments(folder, live), folder / "live.log")
     assert status == 0, output[-3000:]
     assert f"{len(load_rows(live))} rows of {N_PROMPTS} requests recorded" in output
     export_transcripts(live, transcripts)
@@ -150,12 +146,10 @@ def test_transcripts_give_the_rows_of_the_run_that_they_are_of(
         folder, again, "--transcripts", str(transcripts),
         "--engine.extra", '{"max_num_batched_tokens": 40, "enable_chunked_prefill": true}',
     )  # fmt: skip
-    with running_command(replay, folder / "again.log") as command:
-        status, output = command.end()
+    status, output = ran(replay, folder / "again.log")
     assert status == 0, output[-3000:]
     validate(again)
-    with running_command(replay, folder / "resumed.log") as command:
-        status, output = command.end()
+    status, output = ran(replay, folder / "resumed.log")
     assert status == 0 and f"{N_PROMPTS} of {N_PROMPTS} transcripts are done already" in output
 
     was, found = states(live), states(again)
@@ -167,8 +161,7 @@ def test_transcripts_give_the_rows_of_the_run_that_they_are_of(
 
     other = arguments(folder, folder / "other", "--transcripts", str(transcripts))
     other[other.index("--model") + 1] = "smollm2"
-    with running_command(other, folder / "other.log") as command:
-        status, output = command.end()
+    status, output = ran(other, folder / "other.log")
     assert status == 1 and "whose states would be of answers that it did not give" in output
 
 

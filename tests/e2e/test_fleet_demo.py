@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from process_groups import living
 
 from rescheduler.page.snapshot import read_log
 
@@ -40,4 +41,4 @@ def test_a_fleet_is_shown_until_ctrl_c(headway_command: list[str], tmp_path: Pat
     assert shown.returncode == 130, printed + rest
     assert "Traceback" not in rest
     assert read_log(recorded).about.routing == "jsq_load"
-    assert not [one for one in engines if one.is_running() and one.status() != "zombie"]
+    assert not living(engines)

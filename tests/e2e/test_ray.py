@@ -4,7 +4,7 @@ import asyncio
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import pytest
 import ray
 import yaml
 from forked_vllm import free_port
+from moving import STORY
 from process_groups import processes_in
-from proxying import text_of
+from proxying import At, chunks_of, text_of
 from ray.cluster_utils import Cluster
 from running_deployment import ENGINE, PATIENT
 
 from rescheduler.engines.deployment import Deployment, read_deployment
-from rescheduler.openai.openai_stream import read_events
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,13 +30,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
 ]
 
-STORY = "Once upon a time, in a small village by the sea, there lived a"
 LONG = {"prompt": STORY, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 SERVERS = ["coordinator", "decode-0", "decode-1", "proxy-0", "proxy-1"]
 MANY = 600.0
 """Seconds for anything: only what never happens takes longer."""
-
-At = Callable[[int], Awaitable[None]]
 
 
 @pytest.fixture(scope="module")
@@ -123,19 +120,8 @@ class OnRay:
 
 async def stream(url: str, at: At | None = None) -> str:
     """The text of a stream; ``at`` is called with the number of chunks so far."""
-    chunks = []
-    asked = {"model": "smollm2", "stream": True, **LONG}
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=MANY)) as session,
-        session.post(f"{url}/v1/completions", json=asked) as response,
-    ):
-        assert response.status == 200, await response.text()
-        async for chunk in read_events(response.content):
-            assert "error" not in chunk, chunk
-            chunks.append(chunk)
-            if at is not None:
-                await at(len(chunks))
-    return text_of(chunks)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=MANY)) as session:
+        return text_of(await chunks_of(session, f"{url}/v1/completions", LONG, at))
 
 
 def killing(process: psutil.Process) -> At:

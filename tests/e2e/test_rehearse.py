@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from process_groups import living
 
 from rescheduler.engines.deployment import EngineOptions
 from rescheduler.engines.launch_local import local_deployment, write_deployment
@@ -17,13 +18,16 @@ from rescheduler.engines.launch_local import local_deployment, write_deployment
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+TEN_MINUTES = "".join(f"{0.2 * i:.2f},100,10\n" for i in range(3_000))
+
+
 @pytest.fixture
 def rehearsed(headway_command: list[str], tmp_path: Path) -> Any:
     engine = EngineOptions(max_num_seqs=16, max_model_len=2_048)
     write_deployment(local_deployment("smollm2", engine, decode=2, prefill=0), tmp_path / "d.yaml")
 
-    def start(trace: str) -> subprocess.Popen[str]:
-        (tmp_path / "trace.csv").write_text(trace)
+    def start(rows: str) -> subprocess.Popen[str]:
+        (tmp_path / "trace.csv").write_text("arrival_s,input_tokens,output_tokens\n" + rows)
         options = ["--config", str(tmp_path / "d.yaml"), "--emulate", "h100-llama-8b"]
         options += ["--out", str(tmp_path / "out"), "--overwrite"]
         command = [*headway_command, "rehearse", str(tmp_path / "trace.csv"), *options]
@@ -42,7 +46,7 @@ def until_served(running: Any, folder: Path) -> None:
 
 def test_a_trace_is_served_and_what_clients_saw_is_written(rehearsed: Any, tmp_path: Path) -> None:
     rows = "".join(f"{0.1 * i:.2f},{100 + i},{20 + i}\n" for i in range(30))
-    running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
+    running = rehearsed(rows)
     printed, said = running.communicate(timeout=600)
     assert running.returncode in (0, 1), said  # 1: a machine that did not keep up says so
     assert ("not to be trusted" in said) == (running.returncode == 1)
@@ -60,8 +64,7 @@ def test_a_trace_is_served_and_what_clients_saw_is_written(rehearsed: Any, tmp_p
 
 
 def test_ctrl_c_reports_what_has_been_answered(rehearsed: Any, tmp_path: Path) -> None:
-    rows = "".join(f"{0.2 * i:.2f},100,10\n" for i in range(3_000))  # ten minutes
-    running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
+    running = rehearsed(TEN_MINUTES)
     until_served(running, tmp_path)
     engines = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(signal.SIGINT)
@@ -71,26 +74,24 @@ def test_ctrl_c_reports_what_has_been_answered(rehearsed: Any, tmp_path: Path) -
     assert "time to first token" in printed and "Traceback" not in said
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["ended_early"] == "interrupted" and 0 < found["figures"]["requests"] < 3_000
-    assert not [one for one in engines if one.is_running() and one.status() != "zombie"]
+    assert not living(engines)
 
 
 def test_engines_end_with_a_rehearsal_that_is_killed(rehearsed: Any, tmp_path: Path) -> None:
-    rows = "".join(f"{0.2 * i:.2f},100,10\n" for i in range(3_000))
-    running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
+    running = rehearsed(TEN_MINUTES)
     until_served(running, tmp_path)
     servers = psutil.Process(running.pid).children(recursive=True)
     assert len(servers) >= 8, "two engines and a proxy with their tethers, and two cores"
     running.kill()
     running.communicate(timeout=60)
     deadline = time.monotonic() + 60
-    while [one for one in servers if one.is_running() and one.status() != "zombie"]:
+    while living(servers):
         assert time.monotonic() < deadline, "left behind"
         time.sleep(0.1)
 
 
 def test_a_rehearsal_whose_proxy_dies_ends_and_says_so(rehearsed: Any, tmp_path: Path) -> None:
-    rows = "".join(f"{0.2 * i:.2f},100,10\n" for i in range(3_000))
-    running = rehearsed("arrival_s,input_tokens,output_tokens\n" + rows)
+    running = rehearsed(TEN_MINUTES)
     until_served(running, tmp_path)
     servers = psutil.Process(running.pid).children(recursive=True)
     ties = [one for one in servers if one.ppid() == running.pid]
@@ -102,4 +103,4 @@ def test_a_rehearsal_whose_proxy_dies_ends_and_says_so(rehearsed: Any, tmp_path:
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["ended_early"] == "proxy ended" and found["figures"]["moves"] is None
     assert "unknown" in printed
-    assert not [one for one in servers if one.is_running() and one.status() != "zombie"]
+    assert not living(servers)

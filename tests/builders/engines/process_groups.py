@@ -1,8 +1,14 @@
 """What runs of a server and everything that it started."""
 
 import os
+from collections.abc import Iterable
 
 import psutil
+
+
+def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return those that have not ended."""
+    return [one for one in processes if one.is_running() and one.status() != "zombie"]
 
 
 def processes_in(group: int) -> list[psutil.Process]:

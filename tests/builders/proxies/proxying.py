@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,16 +93,21 @@ class Served:
         id = request_id.partition("-")[2] or request_id
         return len(re.findall(rf"request {id}, .* to .*: moved ", self.log.read_text()))
 
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator["Client"]:
+        """A client, after which no engine holds anything."""
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            client = Client(session, self.deployment)
+            yield client
+            await client.idle()
+
     def run(self, work: Callable[["Client"], Awaitable[Any]]) -> Any:
-        """Run a coroutine, and see that no engine holds anything afterwards."""
+        """Run a coroutine of a client's."""
 
         async def run() -> Any:
-            connector = aiohttp.TCPConnector(force_close=True)
-            async with aiohttp.ClientSession(connector=connector) as session:
-                client = Client(session, self.deployment)
-                result = await work(client)
-                await client.idle()
-                return result
+            async with self.client() as client:
+                return await work(client)
 
         return asyncio.run(run())
 
@@ -129,16 +134,7 @@ class Client:
         url: str | None = None,
     ) -> list[dict[str, Any]]:
         """Chunks of a stream; ``at`` is called with how many have come."""
-        chunks: list[dict[str, Any]] = []
-        asked = {"model": "smollm2", "stream": True, **body}
-        async with self.session.post((url or self.proxy) + path, json=asked) as response:
-            assert response.status == 200, await response.text()
-            async for chunk in read_events(response.content):
-                assert "error" not in chunk, chunk
-                chunks.append(chunk)
-                if at is not None:
-                    await at(len(chunks))
-        return chunks
+        return await chunks_of(self.session, (url or self.proxy) + path, body, at)
 
     async def instances(self) -> dict[str, dict[str, Any]]:
         async with self._admin("GET", "instances") as response:
@@ -218,6 +214,21 @@ class Client:
         finally:
             for control in controls:
                 control.close()
+
+
+async def chunks_of(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], at: At | None = None
+) -> list[dict[str, Any]]:
+    """Chunks of a stream; ``at`` is called with how many have come."""
+    chunks: list[dict[str, Any]] = []
+    async with session.post(url, json={"model": "smollm2", "stream": True, **body}) as response:
+        assert response.status == 200, await response.text()
+        async for chunk in read_events(response.content):
+            assert "error" not in chunk, chunk
+            chunks.append(chunk)
+            if at is not None:
+                await at(len(chunks))
+    return chunks
 
 
 def finished_tasks(

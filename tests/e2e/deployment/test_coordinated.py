@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from chosen_ports import free_port
+from moving import STORY
 from proxying import Client, Served, served, text_of
 from running_deployment import RunningDeployment
 
@@ -20,7 +21,6 @@ from rescheduler.engines.deployment import CoordinatorOptions
 
 pytestmark = pytest.mark.timeout(1200)
 
-STORY = "Once upon a time, in a small village by the sea, there lived a"
 LONG = {"prompt": STORY, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 8}
 

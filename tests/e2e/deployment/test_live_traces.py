@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from collector import Collected, Collector, rendered
+from moving import STORY
 from proxying import COMPLETIONS, Client, served
 from running_deployment import RunningDeployment
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(1200)
 ATTEMPTS = 5
 LONG = {
     "model": "smollm2",
-    "prompt": "Once upon a time, in a small village by the sea, there lived a",
+    "prompt": STORY,
     "max_tokens": 900,
     "temperature": 0,
     "ignore_eos": True,
