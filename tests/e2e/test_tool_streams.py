@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from proxying import CHAT, Client, served
+from proxying import CHAT, served
 from running_deployment import ENGINE, RunningDeployment, patient, running
 
 from rescheduler.engines.launch_local import local_deployment
@@ -70,25 +70,23 @@ def without_heads(read: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in read.items() if key != "heads"}
 
 
-def test_a_stream_of_calls_moves_and_stays_the_same(
+async def test_a_stream_of_calls_moves_and_stays_the_same(
     deployment: RunningDeployment, tmp_path: Path
 ) -> None:
-    async def work(client: Client) -> tuple[list[Any], list[Any], list[Any]]:
-        direct = await client.stream(ASKED, CHAT, url=client.direct)
-        stays = await client.stream(ASKED, CHAT)
-        cuts = iter((8, 30, 60))
-        due = next(cuts)
-
-        async def at(chunks: int) -> None:
-            nonlocal due
-            if chunks >= due:
-                due = next(cuts, 10_000)
-                await client.leave()
-
-        return direct, stays, await client.stream(ASKED, CHAT, at)
-
     with served(deployment, tmp_path) as proxy:
-        direct, stays, moved = proxy.run(work)
+        async with proxy.client() as client:
+            direct = await client.stream(ASKED, CHAT, url=client.direct)
+            stays = await client.stream(ASKED, CHAT)
+            cuts = iter((8, 30, 60))
+            due = next(cuts)
+
+            async def at(chunks: int) -> None:
+                nonlocal due
+                if chunks >= due:
+                    due = next(cuts, 10_000)
+                    await client.leave()
+
+            moved = await client.stream(ASKED, CHAT, at)
         assert proxy.moves(moved[0]["id"]) >= 2
     expected = said(direct)
     assert len(expected["calls"]) == 2 and expected["end"] == "tool_calls"
@@ -97,22 +95,19 @@ def test_a_stream_of_calls_moves_and_stays_the_same(
     assert len({(chunk["id"], chunk["created"]) for chunk in moved}) == 1
 
 
-def test_a_whole_answer_with_calls_moves_and_stays_the_same(
+async def test_a_whole_answer_with_calls_moves_and_stays_the_same(
     deployment: RunningDeployment, tmp_path: Path
 ) -> None:
     asked = {key: value for key, value in ASKED.items() if key != "stream_options"}
-
-    async def work(client: Client) -> tuple[Any, Any]:
-        _, direct, _ = await client.post(asked, CHAT, client.direct)
-        answer = asyncio.create_task(client.post(asked, CHAT))
-        while await client.busy() is None:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)
-        await client.leave()
-        return direct, (await answer)[1]
-
     with served(deployment, tmp_path) as proxy:
-        direct, moved = proxy.run(work)
+        async with proxy.client() as client:
+            _, direct, _ = await client.post(asked, CHAT, client.direct)
+            answer = asyncio.create_task(client.post(asked, CHAT))
+            while await client.busy() is None:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)
+            await client.leave()
+            moved = (await answer)[1]
         assert proxy.moves(moved["id"]) == 1
     for answer in (direct, moved):
         (choice,) = answer["choices"]
@@ -127,26 +122,22 @@ def test_a_whole_answer_with_calls_moves_and_stays_the_same(
     assert moved == direct
 
 
-def test_a_stream_of_calls_outlives_its_engine(
+async def test_a_stream_of_calls_outlives_its_engine(
     deployment: RunningDeployment, tmp_path: Path
 ) -> None:
     killed: list[str] = []
-
-    async def work(client: Client) -> tuple[list[Any], list[Any]]:
-        stays = await client.stream(ASKED, CHAT)
-
-        async def at(chunks: int) -> None:
-            if chunks == 40:
-                name = await client.busy()
-                assert name is not None
-                killed.append(name)
-                await asyncio.to_thread(deployment.launched.kill, name)
-
-        resumed = await client.stream(ASKED, CHAT, at)
-        await asyncio.to_thread(deployment.launched.restart, *killed)
-        return stays, resumed
-
     with served(deployment, tmp_path) as proxy:
-        stays, resumed = proxy.run(work)
+        async with proxy.client() as client:
+            stays = await client.stream(ASKED, CHAT)
+
+            async def at(chunks: int) -> None:
+                if chunks == 40:
+                    name = await client.busy()
+                    assert name is not None
+                    killed.append(name)
+                    await asyncio.to_thread(deployment.launched.kill, name)
+
+            resumed = await client.stream(ASKED, CHAT, at)
+            await asyncio.to_thread(deployment.launched.restart, *killed)
     assert killed
     assert without_heads(said(resumed)) == without_heads(said(stays))

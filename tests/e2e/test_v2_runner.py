@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -19,7 +19,7 @@ from captured_rows import assert_rows_are_whole, assert_vectors_equal
 from forecast_messages import assert_forecasts_equal
 from listening import Listener, listener
 from move_cases import CASES, Compared, assert_unchanged, there_and_back
-from moving import GREEDY, STORY, Engine, Generation, Run, moved, runner_on
+from moving import GREEDY, STORY, Engine, Generation, engines_of, moved, runner_on
 from recorded_requests import wait_until_recorded
 from v2_engines import (
     BATCHED_TOKENS,
@@ -56,9 +56,10 @@ def engines(listening: Listener, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture
-def on_engines(engines: V2Engines) -> Iterator[Run]:
-    """Run a coroutine on both, see that they let everything go, and what they ran."""
-    yield runner_on(engines.instances, FREED_WITHIN)
+async def both(engines: V2Engines) -> AsyncIterator[list[Engine]]:
+    """The engines, which let everything go after the test, and say what they ran."""
+    async with engines_of(engines.instances, FREED_WITHIN) as connected:
+        yield connected
     engines.assert_v2_with_steps_in_flight()
 
 
@@ -101,8 +102,8 @@ def test_transcripts_are_replayed_as_prefills(
     assert compare_vectors(rows, smollm2).least_cosine >= 0.99999
 
 
-def test_what_is_captured_and_forecast_is_right(
-    engines: V2Engines, listening: Listener, on_engines: Run, smollm2: Path
+async def test_what_is_captured_and_forecast_is_right(
+    engines: V2Engines, listening: Listener, both: list[Engine], smollm2: Path
 ) -> None:
     """With prompts in chunks, cached prefixes and preemption, batches formed by deadlines."""
     generator = torch.Generator().manual_seed(0)
@@ -110,18 +111,15 @@ def test_what_is_captured_and_forecast_is_right(
     prompts[:, :BATCHED_TOKENS] = prompts[0, :BATCHED_TOKENS]
     assert PROMPT > BATCHED_TOKENS
 
-    async def work(both: list[Engine]) -> str:
-        async def generate(prompt: list[int]) -> None:
-            body = {"prompt": prompt, "max_tokens": GENERATED, "temperature": 0}
-            generation = await moved(both[:1], body | {"ignore_eos": True}, [])
-            assert len(generation.tokens) == GENERATED
+    async def generate(prompt: list[int]) -> None:
+        body = {"prompt": prompt, "max_tokens": GENERATED, "temperature": 0}
+        generation = await moved(both[:1], body | {"ignore_eos": True}, [])
+        assert len(generation.tokens) == GENERATED
 
-        answers = (generate(prompt) for prompt in prompts.tolist())
-        await asyncio.gather(moved(both[1:], GREEDY | {"max_tokens": 4}, []), *answers)
-        async with both[0].session.get(both[0].url + "/metrics") as response:
-            return await response.text()
-
-    metrics = on_engines(work)
+    answers = (generate(prompt) for prompt in prompts.tolist())
+    await asyncio.gather(moved(both[1:], GREEDY | {"max_tokens": 4}, []), *answers)
+    async with both[0].session.get(both[0].url + "/metrics") as response:
+        metrics = await response.text()
     assert metric_in(metrics, "vllm:num_preemptions_total") > 0
     assert metric_in(metrics, "vllm:prefix_cache_hits_total") > 0
     dataset = engines.dataset(engines.instances[0])
@@ -143,31 +141,27 @@ def test_a_request_goes_there_and_back_unchanged(
 
 
 @pytest.mark.slow
-def test_fifty_moves_in_both_directions_leave_nothing_behind(
-    engines: V2Engines, on_engines: Run
+async def test_fifty_moves_in_both_directions_leave_nothing_behind(
+    engines: V2Engines, both: list[Engine]
 ) -> None:
     """A target reads while the source has a step in flight that does not know of the freeze."""
     body = GREEDY | {"max_tokens": 34}
     cuts = range(2, 32, 3)
 
-    async def work(both: list[Engine]) -> list[list[Generation]]:
-        async def compare(number: int) -> list[Generation]:
-            own = body | {"prompt": f"{number}. {STORY}"}
-            hopping = (moved(start, own, cuts) for start in (both, both[::-1]))
-            return await asyncio.gather(moved(both, own, []), *hopping)
+    async def compare(number: int) -> list[Generation]:
+        own = body | {"prompt": f"{number}. {STORY}"}
+        hopping = (moved(start, own, cuts) for start in (both, both[::-1]))
+        return await asyncio.gather(moved(both, own, []), *hopping)
 
-        generations: list[list[Generation]] = []
-        moves = 0
-        while moves < MOVES:  # a freeze that comes late leaves fewer tokens for the next
-            first = len(generations)
-            round_ = await asyncio.gather(*(compare(first + number) for number in range(3)))
-            made = sum(one.hops for same in round_ for one in same)
-            assert made > 0
-            moves += made
-            generations += round_
-        return generations
-
-    generations: list[list[Generation]] = on_engines(work)
+    generations: list[list[Generation]] = []
+    moves = 0
+    while moves < MOVES:  # a freeze that comes late leaves fewer tokens for the next
+        first = len(generations)
+        round_ = await asyncio.gather(*(compare(first + number) for number in range(3)))
+        made = sum(one.hops for same in round_ for one in same)
+        assert made > 0
+        moves += made
+        generations += round_
     for plain, *others in generations:
         assert [one.tokens for one in others] == [plain.tokens] * 2
     assert "unrecognized request" not in engines.printed()

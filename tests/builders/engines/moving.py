@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -240,25 +241,31 @@ Run = Callable[[Callable[[list[Engine]], Awaitable[Any]]], Any]
 """Runs a coroutine on the decode engines, and sees that they hold nothing afterwards."""
 
 
+@asynccontextmanager
+async def engines_of(
+    instances: Sequence[Instance], patience: float = PATIENCE
+) -> AsyncIterator[list[Engine]]:
+    """Connect to engines, which have to let everything go soon after the body."""
+    # Kept connections are closed by the server now and then, just as they are used again.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        engines = [Engine(one.url, ControlClient(one.control or ""), session) for one in instances]
+        try:
+            yield engines
+            for engine in engines:
+                state = await idle_state(engine, patience)
+                assert state.free_blocks == state.num_blocks
+                assert (state.running, state.waiting, state.frozen) == (0, 0, [])
+        finally:
+            for engine in engines:
+                engine.control.close()
+
+
 def runner_on(instances: Sequence[Instance], patience: float = PATIENCE) -> Run:
-    """Return what runs a coroutine on engines, which have to let everything go soon after it."""
+    """Return what runs a coroutine on engines, see `engines_of`."""
 
     async def run(work: Callable[[list[Engine]], Awaitable[Any]]) -> Any:
-        # Kept connections are closed by the server now and then, just as they are used again.
-        connector = aiohttp.TCPConnector(force_close=True)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            engines = [
-                Engine(one.url, ControlClient(one.control or ""), session) for one in instances
-            ]
-            try:
-                result = await work(engines)
-                for engine in engines:
-                    state = await idle_state(engine, patience)
-                    assert state.free_blocks == state.num_blocks
-                    assert (state.running, state.waiting, state.frozen) == (0, 0, [])
-                return result
-            finally:
-                for engine in engines:
-                    engine.control.close()
+        async with engines_of(instances, patience) as engines:
+            return await work(engines)
 
     return lambda work: asyncio.run(run(work))

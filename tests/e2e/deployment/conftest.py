@@ -3,11 +3,11 @@
 It ends with the last of them: the engines of other tests need its memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from collector import Collector, http_collector
-from moving import Run, runner_on
+from moving import Engine, engines_of
 from msgspec.structs import replace
 from running_deployment import ENGINE, RunningDeployment, patient
 
@@ -43,7 +43,8 @@ def deployment(
         yield RunningDeployment(config_path, described, running)
 
 
-@pytest.fixture(scope="package")
-def on_engines(deployment: RunningDeployment) -> Run:
-    """Run a coroutine on the decode engines, and see that they hold nothing afterwards."""
-    return runner_on(deployment.deployment.decode)
+@pytest.fixture
+async def engines(deployment: RunningDeployment) -> AsyncIterator[list[Engine]]:
+    """The decode engines, which hold nothing after the test."""
+    async with engines_of(deployment.deployment.decode) as connected:
+        yield connected

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from proxying import Client, served
+from proxying import served
 from running_deployment import RunningDeployment
 
 MESSAGES = [{"role": "user", "content": "Name a river."}]
@@ -19,7 +19,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ERRORS = (3,)
 
 
-def test_a_batch_is_answered_beside_online_requests(
+async def test_a_batch_is_answered_beside_online_requests(
     deployment: RunningDeployment, headway_command: list[str], tmp_path: Path
 ) -> None:
     asked = tmp_path / "asked.jsonl"
@@ -30,23 +30,22 @@ def test_a_batch_is_answered_beside_online_requests(
         line = {"custom_id": f"q-{number}", "method": "POST", "url": url, "body": body}
         lines.append(json.dumps(line))
     asked.write_text("\n".join(lines))
-
-    async def beside(client: Client) -> tuple[int, str, list[Any]]:
-        command = [*headway_command, "batch", str(asked), "--url", client.proxy]
-        running = asyncio.create_task(
-            asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
-        )
-        online = [await client.post({"prompt": "Hello", "max_tokens": 20}) for _ in range(6)]
-        done = await running
-        alone = [
-            (await client.post({**body, "temperature": 0}, path=url))[1] for url, body in BODIES[:2]
-        ]
-        assert all(status == 200 for status, *_ in online)
-        return done.returncode, done.stdout + done.stderr, alone
-
     with served(deployment, tmp_path) as proxy:
-        status, printed, alone = proxy.run(beside)
-    assert status == 3, printed
+        async with proxy.client() as client:
+            command = [*headway_command, "batch", str(asked), "--url", client.proxy]
+            running = asyncio.create_task(
+                asyncio.to_thread(
+                    subprocess.run, command, capture_output=True, text=True, check=False
+                )
+            )
+            online = [await client.post({"prompt": "Hello", "max_tokens": 20}) for _ in range(6)]
+            done = await running
+            alone = [
+                (await client.post({**body, "temperature": 0}, path=url))[1]
+                for url, body in BODIES[:2]
+            ]
+            assert all(status == 200 for status, *_ in online)
+    assert done.returncode == 3, done.stdout + done.stderr
     results = (tmp_path / "asked.results.jsonl").read_text().splitlines()
     errors = (tmp_path / "asked.errors.jsonl").read_text().splitlines()
     answers = {one["custom_id"]: one["response"] for one in map(json.loads, results)}

@@ -39,62 +39,53 @@ async def answers_of(
 
 
 @pytest.mark.slow
-def test_a_learned_router_routes_real_requests(
+async def test_a_learned_router_routes_real_requests(
     deployment: RunningDeployment, router: Path, tmp_path: Path
 ) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
-
-    async def work(client: Client) -> None:
-        _, alone, _ = await client.post(body, url=client.direct)
-        text = alone["choices"][0]["text"]
-        assert (await answers_of(client, body, 12))[0] == [text] * 12
-        long = {**body, "max_tokens": 280}
-        whole = text_of(await client.stream(long, url=client.direct))
-        streams = [asyncio.create_task(client.stream(long)) for _ in range(4)]
-        await client.admin("drain", "decode-0")
-        # How many of them move, and how many end first, depends on how fast the machine is.
-        await client.until_empty("decode-0")
-        answers, most = await answers_of(client, body, 4)
-        assert answers == [text] * 4
-        assert most["decode-0"] == 0
-        assert [text_of(await stream) for stream in streams] == [whole] * 4
-        await client.admin("undrain", "decode-0")
-
     with served(deployment, tmp_path, routing={"name": "rl", "checkpoint": str(router)}) as proxy:
-        proxy.run(work)
+        async with proxy.client() as client:
+            _, alone, _ = await client.post(body, url=client.direct)
+            text = alone["choices"][0]["text"]
+            assert (await answers_of(client, body, 12))[0] == [text] * 12
+            long = {**body, "max_tokens": 280}
+            whole = text_of(await client.stream(long, url=client.direct))
+            streams = [asyncio.create_task(client.stream(long)) for _ in range(4)]
+            await client.admin("drain", "decode-0")
+            # How many of them move, and how many end first, depends on how fast the machine is.
+            await client.until_empty("decode-0")
+            answers, most = await answers_of(client, body, 4)
+            assert answers == [text] * 4
+            assert most["decode-0"] == 0
+            assert [text_of(await stream) for stream in streams] == [whole] * 4
+            await client.admin("undrain", "decode-0")
 
 
 @pytest.mark.slow
-def test_a_reserve_lets_requests_wait_for_memory(
+async def test_a_reserve_lets_requests_wait_for_memory(
     deployment: RunningDeployment, tmp_path: Path
 ) -> None:
     body = {"prompt": list(range(1000, 1700)), "max_tokens": 40, "temperature": 0}
     body["ignore_eos"] = True
-
-    async def work(client: Client) -> None:
-        _, alone, _ = await client.post(body, url=client.direct)
-        answers, most = await answers_of(client, body, 5)
-        assert answers == [alone["choices"][0]["text"]] * 5
-        # A second prompt would leave less than 0.6 of an engine's 3,072 tokens free.
-        assert [most[name] for name in DECODES] == [1, 1]
-
     routing = {"name": "max_capacity", "reserve": 0.6}
     with served(deployment, tmp_path, routing=routing) as proxy:
-        proxy.run(work)
+        async with proxy.client() as client:
+            _, alone, _ = await client.post(body, url=client.direct)
+            answers, most = await answers_of(client, body, 5)
+            assert answers == [alone["choices"][0]["text"]] * 5
+            # A second prompt would leave less than 0.6 of an engine's 3,072 tokens free.
+            assert [most[name] for name in DECODES] == [1, 1]
 
 
-def test_headroom_lets_requests_wait_for_what_running_ones_will_need(
+async def test_headroom_lets_requests_wait_for_what_running_ones_will_need(
     deployment: RunningDeployment, tmp_path: Path
 ) -> None:
     body = {"prompt": list(range(1000, 2000)), "max_tokens": 60, "temperature": 0}
     body["ignore_eos"] = True
-
-    async def work(client: Client) -> None:
-        _, alone, _ = await client.post(body, url=client.direct)
-        answers, most = await answers_of(client, body, 6)
-        assert answers == [alone["choices"][0]["text"]] * 6
-        # Three prompts fit into an engine's 3,072 tokens; with their answers they would not.
-        assert max(most[name] for name in DECODES) == 2
-
     with served(deployment, tmp_path, routing={"name": "headroom"}) as proxy:
-        proxy.run(work)
+        async with proxy.client() as client:
+            _, alone, _ = await client.post(body, url=client.direct)
+            answers, most = await answers_of(client, body, 6)
+            assert answers == [alone["choices"][0]["text"]] * 6
+            # Three prompts fit into an engine's 3,072 tokens; with their answers they would not.
+            assert max(most[name] for name in DECODES) == 2

@@ -2,11 +2,12 @@
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from moving import STORY
 from proxying import (
     CHAT,
     COMPLETIONS,
@@ -23,7 +24,6 @@ from rescheduler.commands.command_line import main
 
 pytestmark = pytest.mark.timeout(1200)
 
-STORY = "Once upon a time, in a small village by the sea, there lived a"
 MESSAGES = [{"role": "user", "content": "Tell me a story of a river."}]
 GREEDY = {"prompt": STORY, "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
 LONG = {**GREEDY, "max_tokens": 300, "ignore_eos": True}
@@ -35,6 +35,12 @@ def proxy(
 ) -> Iterator[Served]:
     with served(deployment, tmp_path_factory.mktemp("proxy")) as running:
         yield running
+
+
+@pytest.fixture
+async def client(proxy: Served) -> AsyncIterator[Client]:
+    async with proxy.client() as asking:
+        yield asking
 
 
 def said(answer: dict[str, Any]) -> str:
@@ -165,24 +171,23 @@ def test_moves_change_nothing_that_a_client_reads(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("moment", ["at once", "soon", "while it moves"])
-def test_a_client_that_leaves_frees_everything(proxy: Served, stream: bool, moment: str) -> None:
-    async def work(client: Client) -> None:
-        asking = asyncio.create_task(client.post({**LONG, "stream": stream}))
-        moving = None
-        if moment == "soon":
-            await asyncio.sleep(0.3)
-        elif moment == "while it moves":
-            while not sum(one["movable"] for one in (await client.instances()).values()):
-                assert not asking.done(), "never movable"
-                await asyncio.sleep(0.01)
-            moving = asyncio.create_task(client.leave())
-            await asyncio.sleep(0.05)  # the freeze is on its way
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        if moving is not None:
-            await moving
-
-    proxy.run(work)
+async def test_a_client_that_leaves_frees_everything(
+    client: Client, stream: bool, moment: str
+) -> None:
+    asking = asyncio.create_task(client.post({**LONG, "stream": stream}))
+    moving = None
+    if moment == "soon":
+        await asyncio.sleep(0.3)
+    elif moment == "while it moves":
+        while not sum(one["movable"] for one in (await client.instances()).values()):
+            assert not asking.done(), "never movable"
+            await asyncio.sleep(0.01)
+        moving = asyncio.create_task(client.leave())
+        await asyncio.sleep(0.05)  # the freeze is on its way
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    if moving is not None:
+        await moving
 
 
 @pytest.mark.parametrize(
@@ -195,77 +200,67 @@ def test_a_client_that_leaves_frees_everything(proxy: Served, stream: bool, mome
         ({"n": "three"}, 400, "body.n"),  # as vLLM names it
     ],
 )
-def test_errors_have_openais_shape(
-    proxy: Served, asked: dict[str, Any], status: int, param: str
+async def test_errors_have_openais_shape(
+    client: Client, asked: dict[str, Any], status: int, param: str
 ) -> None:
-    async def work(client: Client) -> None:
-        for stream in (False, True):
-            got, answer, _ = await client.post({**GREEDY, **asked, "stream": stream})
-            assert got == status
-            assert answer["error"]["code"] == status
-            assert answer["error"]["param"] == param
-
-    proxy.run(work)
+    for stream in (False, True):
+        got, answer, _ = await client.post({**GREEDY, **asked, "stream": stream})
+        assert got == status
+        assert answer["error"]["code"] == status
+        assert answer["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
     "asked",
     [{"n": 2, "seed": 4, "temperature": 1.0}, {"echo": True}, {"prompt": [STORY, "The sea"]}],
 )
-def test_what_cannot_move_is_answered_all_the_same(proxy: Served, asked: dict[str, Any]) -> None:
-    async def work(client: Client) -> None:
-        body = {**GREEDY, "max_tokens": 8, **asked}
-        _, direct, _ = await client.post(body, url=client.direct)
-        status, answer, _ = await client.post(body)
-        assert status == 200
-        assert [c["text"] for c in answer["choices"]] == [c["text"] for c in direct["choices"]]
+async def test_what_cannot_move_is_answered_all_the_same(
+    client: Client, asked: dict[str, Any]
+) -> None:
+    body = {**GREEDY, "max_tokens": 8, **asked}
+    _, direct, _ = await client.post(body, url=client.direct)
+    status, answer, _ = await client.post(body)
+    assert status == 200
+    assert [c["text"] for c in answer["choices"]] == [c["text"] for c in direct["choices"]]
 
-    proxy.run(work)
 
-
-def test_models_health_and_metrics(proxy: Served) -> None:
-    async def work(client: Client) -> None:
-        async with client.session.get(client.proxy + "/v1/models") as response:
-            assert (await response.json())["data"][0]["id"] == "smollm2"
-        for path in ("/health", "/ready"):
-            async with client.session.get(client.proxy + path) as response:
-                assert response.status == 200
-        before = await client.metric("headway_proxy_generation_tokens_total")
-        await client.post({**GREEDY, "max_tokens": 5, "ignore_eos": True})
-        assert await client.metric("headway_proxy_generation_tokens_total") == before + 5
-        assert await client.metric("headway_proxy_instance_up") == 3
-
-    proxy.run(work)
+async def test_models_health_and_metrics(client: Client) -> None:
+    async with client.session.get(client.proxy + "/v1/models") as response:
+        assert (await response.json())["data"][0]["id"] == "smollm2"
+    for path in ("/health", "/ready"):
+        async with client.session.get(client.proxy + path) as response:
+            assert response.status == 200
+    before = await client.metric("headway_proxy_generation_tokens_total")
+    await client.post({**GREEDY, "max_tokens": 5, "ignore_eos": True})
+    assert await client.metric("headway_proxy_generation_tokens_total") == before + 5
+    assert await client.metric("headway_proxy_instance_up") == 3
 
 
 @pytest.mark.slow
-def test_headway_drain_empties_an_instance_while_streams_go_on(
-    proxy: Served, capsys: pytest.CaptureFixture[str]
+async def test_headway_drain_empties_an_instance_while_streams_go_on(
+    proxy: Served, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def work(client: Client) -> None:
-        bodies = [{**LONG, "prompt": f"{STORY} {name}", "max_tokens": 240} for name in "ABCD"]
-        alone = (client.stream(body, url=client.direct) for body in bodies)
-        expected = [text_of(chunks) for chunks in await asyncio.gather(*alone)]
-        config = ["--config", str(proxy.config)]
-        for _ in range(10):  # a fast engine may be done before it is drained
-            streams = [asyncio.create_task(client.stream(body)) for body in bodies]
-            while not (await client.instances())["decode-0"]["movable"]:
-                if any(stream.done() for stream in streams):
-                    break
-                await asyncio.sleep(0.01)
-            assert await asyncio.to_thread(main, ["drain", "decode-0", *config]) == 0
-            printed = capsys.readouterr().out
-            assert "decode-0 is empty" in printed
-            assert (await client.instances())["decode-0"]["draining"]
-            answers = await asyncio.gather(*streams)
-            assert [text_of(chunks) for chunks in answers] == expected
-            assert await asyncio.to_thread(main, ["drain", "decode-0", *config, "--undo"]) == 0
-            assert not (await client.instances())["decode-0"]["draining"]
-            if "requests left" in printed and any(proxy.moves(one[0]["id"]) for one in answers):
-                return
-        raise AssertionError("no request was ever moved by a drain that showed how many are left")
-
-    proxy.run(work)
+    bodies = [{**LONG, "prompt": f"{STORY} {name}", "max_tokens": 240} for name in "ABCD"]
+    alone = (client.stream(body, url=client.direct) for body in bodies)
+    expected = [text_of(chunks) for chunks in await asyncio.gather(*alone)]
+    config = ["--config", str(proxy.config)]
+    for _ in range(10):  # a fast engine may be done before it is drained
+        streams = [asyncio.create_task(client.stream(body)) for body in bodies]
+        while not (await client.instances())["decode-0"]["movable"]:
+            if any(stream.done() for stream in streams):
+                break
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(main, ["drain", "decode-0", *config]) == 0
+        printed = capsys.readouterr().out
+        assert "decode-0 is empty" in printed
+        assert (await client.instances())["decode-0"]["draining"]
+        answers = await asyncio.gather(*streams)
+        assert [text_of(chunks) for chunks in answers] == expected
+        assert await asyncio.to_thread(main, ["drain", "decode-0", *config, "--undo"]) == 0
+        assert not (await client.instances())["decode-0"]["draining"]
+        if "requests left" in printed and any(proxy.moves(one[0]["id"]) for one in answers):
+            return
+    raise AssertionError("no request was ever moved by a drain that showed how many are left")
 
 
 @pytest.fixture(scope="module")
@@ -283,12 +278,11 @@ def impatient_proxy(
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_loses_no_token(
+async def test_an_engine_that_hangs_loses_no_token(
     deployment: RunningDeployment, impatient_proxy: Served
 ) -> None:
     """One that is killed: see `test_chaos`."""
-
-    async def work(client: Client) -> None:
+    async with impatient_proxy.client() as client:
         body = {**LONG, "max_tokens": 200}  # many more than may be on their way at the 30th
         expected = text_of(await client.stream(body, url=client.direct))
         victims: list[str] = []
@@ -309,5 +303,3 @@ def test_an_engine_that_hangs_loses_no_token(
         recomputed = "headway_proxy_recomputed_requests_total"
         assert await client.metric(recomputed, instance_name=victims[0]) >= 1
         await client.until_in_service(victims[0])
-
-    impatient_proxy.run(work)
