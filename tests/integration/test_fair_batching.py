@@ -4,7 +4,7 @@ import json
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -135,13 +135,12 @@ def test_deadlines_can_count_from_the_first_token(fair: dict[str, Any]) -> None:
 TIGHT = {"ttft_s": 2.0, "tpot_s": 0.5}
 
 
-class Served:
+class Served(NamedTuple):
     """A server that admits by a budget of about 400 tokens, and its telemetry."""
 
-    def __init__(self, port: int, steps: Path, telemetry: Listener) -> None:
-        self.port = port
-        self.steps = steps
-        self.telemetry = telemetry
+    port: int
+    steps: Path
+    telemetry: Listener
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@
 
 import json
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -31,28 +29,26 @@ FLAGS = [
 ]
 
 
-@dataclass
-class Heard:
+class Heard(NamedTuple):
     """What the telemetry said, what was recorded, and what the clients saw."""
 
-    messages: list[Message] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    rows: RowTable | None = None
-    dataset: Path | None = None
-    checkpoint: Path | None = None
+    messages: list[Message]
+    answers: list[dict[str, Any]]
+    rows: RowTable
+    dataset: Path
+    checkpoint: Path
 
 
 @pytest.fixture(scope="module")
-def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
+def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Heard:
     folder = tmp_path_factory.mktemp("forecasts")
-    dataset = folder / "dataset"
-    heard = Heard(dataset=dataset, checkpoint=folder / "predictor")
+    dataset, checkpoint = folder / "dataset", write_all_reading(folder / "predictor")
     with listener() as listening:
         section = {
             "k": 1,  # so that the recorder and the forecaster take the same rows
             "record": {"path": str(dataset), "dtype": "float32", "flush_seconds": 1},
             "forecast": {
-                "checkpoint": str(write_all_reading(folder / "predictor")),
+                "checkpoint": str(checkpoint),
                 "telemetry": {
                     "bind": "",
                     "connect": [listening.endpoint],
@@ -62,28 +58,28 @@ def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
         }
         arguments = server_arguments(smollm2, section, *FLAGS)
         with running_server(arguments, folder / "server.log") as server:
-            ask(server.port, heard)
+            answers = ask(server.port)
             listening.wait_until(lambda messages: len(ends(messages)) == REQUESTS)
             listening.wait_until_idle()
             wait_until_recorded(dataset, REQUESTS)
-        heard.messages = listening.messages
-    heard.rows = load_rows(dataset)
-    yield heard
+    return Heard(listening.messages, answers, load_rows(dataset), dataset, checkpoint)
 
 
-def ask(port: int, heard: Heard) -> None:
-    """Eight clients at once."""
+def ask(port: int) -> list[dict[str, Any]]:
+    """What eight clients at once are answered."""
+    answers: list[dict[str, Any]] = []
 
     def complete(i: int) -> None:
         body = {"model": "smollm2", "prompt": f"Write about the number {i}.", "temperature": i / 8}
         with post(port, "/v1/completions", body | {"max_tokens": MAX_TOKENS}) as response:
-            heard.answers.append(json.load(response))
+            answers.append(json.load(response))
 
     clients = [threading.Thread(target=complete, args=(i,)) for i in range(REQUESTS)]
     for client in clients:
         client.start()
     for client in clients:
         client.join()
+    return answers
 
 
 def ends(messages: list[Message]) -> list[Any]:
@@ -91,8 +87,7 @@ def ends(messages: list[Message]) -> list[Any]:
 
 
 def test_forecasts_equal_an_offline_pass_over_the_captured_vectors(heard: Heard) -> None:
-    assert heard.rows is not None and len(heard.rows.requests) == REQUESTS
-    assert heard.checkpoint is not None
+    assert len(heard.rows.requests) == REQUESTS
     assert_forecasts_equal(heard.messages, heard.rows, heard.checkpoint)
 
 
@@ -123,7 +118,6 @@ def test_messages_are_numbered_and_come_each_second_also_when_idle(heard: Heard)
 
 
 def test_the_recording_beside_it_is_whole(heard: Heard) -> None:
-    assert heard.dataset is not None and heard.rows is not None
     validate(heard.dataset)
     assert len(heard.rows.requests) == REQUESTS
 

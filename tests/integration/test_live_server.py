@@ -78,54 +78,38 @@ def talk(port: int) -> dict[str, dict[str, Any]]:
     return answers
 
 
-def lengths(served: Served, answer: str) -> list[int]:
-    """Recorded lengths of the requests that a client's answer is about."""
-    requests, name = served.rows.requests, served.answers[answer]["id"]
-    return [
-        int(requests.total_tokens[i])
-        for i, request_id in enumerate(requests.request_id)
-        if name in request_id
-    ]
+def recorded(served: Served, answer: str) -> list[int]:
+    """The recorded requests that a client's answer is about."""
+    ids, name = served.rows.requests.request_id, served.answers[answer]["id"]
+    return [i for i, request_id in enumerate(ids) if name in request_id]
 
 
 def test_ids_join_and_lengths_are_true(served: Served) -> None:
-    usage = served.answers["chat"]["usage"]["completion_tokens"]
-    assert len(lengths(served, "chat")) == 2, "n = 2 is two requests of one group"
-    assert sum(lengths(served, "chat")) == usage
-    assert lengths(served, "completion") == [23, 23]
-    requests = served.rows.requests
-    groups = {
-        name: {
-            int(requests.group[i])
-            for i, request_id in enumerate(requests.request_id)
-            if served.answers[name]["id"] in request_id
-        }
-        for name in served.answers
-    }
-    assert all(len(group) == 1 for group in groups.values())
-    assert len(set.union(*groups.values())) == 3
+    requests, usage = served.rows.requests, served.answers["chat"]["usage"]["completion_tokens"]
+    chats = requests.total_tokens[recorded(served, "chat")]
+    assert len(chats) == 2, "n = 2 is two requests of one group"
+    assert chats.sum() == usage
+    assert requests.total_tokens[recorded(served, "completion")].tolist() == [23, 23]
+    groups = [set(requests.group[recorded(served, name)].tolist()) for name in served.answers]
+    assert all(len(group) == 1 for group in groups)
+    assert len(set.union(*groups)) == 3
 
 
 def test_finish_reasons_come_from_the_engine(served: Served) -> None:
     requests = served.rows.requests
-    for i, request_id in enumerate(requests.request_id):
-        if served.answers["chat"]["id"] in request_id:
-            sample = int(request_id.split("_")[0])
-            reason = served.answers["chat"]["choices"][sample]["finish_reason"]
-            assert bool(requests.censored[i]) == (reason != "stop")
-        if served.answers["completion"]["id"] in request_id:
-            assert requests.censored[i], "cut at max_tokens"
+    for i in recorded(served, "chat"):
+        sample = int(requests.request_id[i].split("_")[0])
+        reason = served.answers["chat"]["choices"][sample]["finish_reason"]
+        assert bool(requests.censored[i]) == (reason != "stop")
+    assert requests.censored[recorded(served, "completion")].all(), "cut at max_tokens"
 
 
 def test_a_request_whose_client_left_is_censored_with_what_it_had(served: Served) -> None:
-    (length,) = lengths(served, "left")
+    rows, (mine,) = served.rows, recorded(served, "left")
+    length = int(rows.requests.total_tokens[mine])
     assert 1 <= length < 900
-    rows = served.rows
-    mine = [
-        i for i, name in enumerate(rows.requests.request_id) if served.answers["left"]["id"] in name
-    ]
-    assert rows.requests.censored[mine[0]]
-    n = rows.generated_tokens[rows.request == mine[0]]
+    assert rows.requests.censored[mine]
+    n = rows.generated_tokens[rows.request == mine]
     assert n.tolist() == list(range(0, length, 5))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from forked_vllm import run_forked
 from transformers import Qwen2Config
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -22,9 +23,11 @@ from vllm.v1.kv_cache_interface import (
 
 from benchmarks.support.offline_engine import record
 from data_collection.vllm_adapter import steps, support
+from data_collection.vllm_adapter.emulated_runner import _least
 from data_collection.vllm_adapter.support import Part, refuse_unsupported
 from data_collection.workload.engine_options import engine_arguments
 from rescheduler.batching.fair_batching import rank_path
+from rescheduler.emulation.vllm_refusals import RefusedRequests
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
 ATTENTION = FullAttentionSpec(block_size=16, **HEADS)
@@ -222,3 +225,32 @@ def test_a_model_that_normalizes_as_it_makes_logits_is_refused(
     with pytest.raises(RuntimeError, match=r"mimo: its next tokens do not come from the hidden"):
         run_forked(record, str(model), str(dataset), options, [[1, 2, 3]], 4)
     assert not dataset.exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "least"),
+    [
+        (SamplingParams(max_tokens=700), 0),
+        (SamplingParams(max_tokens=700, min_tokens=30), 30),
+        (SamplingParams(max_tokens=700, ignore_eos=True), 700),
+        (None, 0),
+    ],
+)
+def test_a_client_that_wants_no_end_gets_a_script_without_one(
+    asked: SamplingParams | None, least: int
+) -> None:
+    assert _least(asked) == least
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"logprobs": 3}, "logprobs"),
+        ({"extra_args": {"emulated_length": "120"}}, "emulated_length"),
+        ({"extra_args": {"emulated_seed": -1}}, "emulated_seed"),
+    ],
+)
+def test_what_no_script_heeds_is_refused_by_name(fields: dict[str, object], name: str) -> None:
+    RefusedRequests.validate_params(SamplingParams(extra_args={"emulated_length": 5}))
+    with pytest.raises(ValueError, match=name):
+        RefusedRequests.validate_params(SamplingParams(**fields))  # type: ignore[arg-type]
