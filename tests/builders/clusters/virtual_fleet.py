@@ -12,10 +12,10 @@ from math import log
 from typing import NamedTuple
 
 import numpy as np
+from live_requests import instance_state
 
 from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality, StepSeconds
 from rescheduler.emulation.length_posterior import forecast_edges, posterior_survival
-from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.finish_times.finish_times import FinishTimes, Observed
 from rescheduler.finish_times.fleet_load import FleetLoad
 from rescheduler.placement.instance_state import InstanceState
@@ -107,9 +107,7 @@ class VirtualRun:
         self._edges = forecast_edges(fleet.law)
 
     def _instance(self, g: int) -> InstanceState:
-        url = f"http://127.0.0.1:{9000 + g}"
-        instance = Instance(name=f"decode-{g}", role="decode", url=url)
-        one = InstanceState(instance, ProxyOptions(), None)
+        one = instance_state(f"decode-{g}")
         one.engine = EngineState(  # as its control socket would say
             number=0,
             version="0.32.0",
