@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rescheduler.simulator.workloads.five_tasks import TASKS, FiveTasks
+from rescheduler.simulator.workloads.length_generators import TASKS, FiveTasks
 from rescheduler.simulator.workloads.trace import (
     BLOCK_REQUESTS,
     MOST_CLIENTS,
