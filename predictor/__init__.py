@@ -11,8 +11,12 @@ from predictor.forecasts.forecast import Forecast, ForecastError, PointForecast,
 
 if TYPE_CHECKING:
     from predictor.models.checkpoint import load_predictor
-    from predictor.models.hidden_state_mlp import CheckpointError, ModelMismatchError, RequestRows
-    from predictor.models.remaining_length_mlp import RemainingLengthMLP
+    from predictor.models.hidden_state_mlp import (
+        CheckpointError,
+        ModelMismatchError,
+        RemainingLengthMLP,
+        RequestRows,
+    )
     from predictor.models.survival_mlp import SurvivalMLP
 
 __all__ = [
@@ -29,8 +33,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("CheckpointError", "ModelMismatchError", "RequestRows"), "hidden_state_mlp"),
-    "RemainingLengthMLP": "remaining_length_mlp",
+    **dict.fromkeys(
+        ("CheckpointError", "ModelMismatchError", "RemainingLengthMLP", "RequestRows"),
+        "hidden_state_mlp",
+    ),
     "SurvivalMLP": "survival_mlp",
     "load_predictor": "checkpoint",
 }

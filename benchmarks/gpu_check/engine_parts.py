@@ -109,7 +109,7 @@ def live_forecasts(findings: Findings, here: Here) -> None:
         additional_config={"headway": section},
         enforce_eager=here.device == "cpu",
     )
-    from predictor.live.known_forecasts import KnownForecasts  # vLLM's start fails after numba's
+    from predictor.live.vllm_scheduler import KnownForecasts  # vLLM's start fails after numba's
 
     scheduler = _scheduler(engine)
     curves: dict[tuple[str, int], Any] = {}

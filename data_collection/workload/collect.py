@@ -23,13 +23,14 @@ from data_collection.dataset.dataset_schema import (
 from data_collection.models import ModelIdentity, identify, resolve_model
 from data_collection.versions import vllm_version
 from data_collection.workload.arrivals import Arrivals
-from data_collection.workload.engine_log import engine_output_to, last_lines
 from data_collection.workload.engine_options import (
     ID_PREFIX,
     EngineOptions,
     RecordOptions,
     Sampling,
     engine_arguments,
+    engine_output_to,
+    last_lines,
 )
 from data_collection.workload.engine_requests import (
     RequestSource,

@@ -15,7 +15,7 @@ from data_collection.vllm_adapter.engine import (
     start_engine,
 )
 from data_collection.workload.arrivals import Arrivals, arrival_times
-from data_collection.workload.engine_log import Terminal, last_lines
+from data_collection.workload.engine_options import Terminal, last_lines
 from data_collection.workload.engine_requests import EngineRequest, RequestSource
 from data_collection.workload.prompts import PromptError
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 from predictor.models.checkpoint import load_predictor
-from predictor.models.remaining_length_mlp import RemainingLengthMLP
+from predictor.models.hidden_state_mlp import RemainingLengthMLP
 from predictor.training.row_table import RowTable
 from predictor.training.rows_data_module import request_rows
 
@@ -21,9 +21,9 @@ COMPARATORS = {
     "kaplan_meier": "predictor.evaluation.comparators:KaplanMeier",
     "regressor": "predictor.evaluation.comparators:Regressor",
     "regressor_cut_as_ended": "predictor.evaluation.comparators:Regressor",
-    "prompt_self_report": "rescheduler.papers.comparators.prompt_self_report:PromptSelfReport",
-    "auxiliary_encoder": "rescheduler.papers.comparators.text_regressor:AuxiliaryEncoder",
-    "auxiliary_causal_lm": "rescheduler.papers.comparators.text_regressor:AuxiliaryCausalLM",
+    "prompt_self_report": "rescheduler.papers.comparators:PromptSelfReport",
+    "auxiliary_encoder": "rescheduler.papers.comparators:AuxiliaryEncoder",
+    "auxiliary_causal_lm": "rescheduler.papers.comparators:AuxiliaryCausalLM",
 }
 """``module:class`` of each method, by the name it has in tables and on the command line."""
 

@@ -11,8 +11,7 @@ from huggingface_hub import hf_hub_download
 
 from data_collection.files import read_text, write_text_atomically
 from data_collection.shipped_files import find_shipped
-from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP
-from predictor.models.remaining_length_mlp import RemainingLengthMLP
+from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP, RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
 
 WEIGHTS = "model.safetensors"

@@ -9,8 +9,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import logsigmoid
 
-from predictor.forecasts.averaging import RunningAverages, average_requests
-from predictor.forecasts.forecast import SurvivalForecast
+from predictor.forecasts.forecast import RunningAverages, SurvivalForecast, average_requests
 from predictor.forecasts.kaplan_meier import Recalibration
 from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP, RequestRows
 

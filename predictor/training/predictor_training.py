@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from predictor.forecasts.kaplan_meier import fit_recalibration, observed_levels, survival_edges
-from predictor.models.hidden_state_mlp import HiddenStateMLP
-from predictor.models.remaining_length_mlp import RemainingLengthMLP
+from predictor.models.hidden_state_mlp import HiddenStateMLP, RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP, hazard_nll, hazard_rates
 from predictor.training.row_table import RowTable
 from predictor.training.rows_data_module import Batch, RowsDataModule, request_rows

@@ -23,7 +23,7 @@ from data_collection.vllm_adapter.scheduling import (
 )
 from data_collection.vllm_adapter.support import refuse_other_version
 from data_collection.vllm_scheduler import SchedulerPart
-from predictor.live.known_forecasts import KnownForecasts
+from predictor.live.vllm_scheduler import KnownForecasts
 from predictor.prompts.prompt_predictor import PromptPredictor
 from rescheduler.ordering.service_order import Line, Room, read_engine_order
 from rescheduler.step_time.mean_step_time import MeanStepTime

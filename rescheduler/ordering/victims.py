@@ -21,7 +21,7 @@ from data_collection.vllm_adapter.scheduling import (
     move_to_front,
 )
 from data_collection.vllm_scheduler import SchedulerPart
-from predictor.live.known_forecasts import KnownForecasts
+from predictor.live.vllm_scheduler import KnownForecasts
 from rescheduler.ordering.expected_rest import FloatArray, RestByAge, Victim, peak
 
 logger = logging.getLogger("vllm.headway.victims")  # with vLLM's handler

@@ -25,7 +25,7 @@ def forecasts_between_steps(model: str, checkpoint: str, max_tokens: int) -> dic
     )
     core = engine.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
-    from predictor.live.known_forecasts import KnownForecasts  # vLLM's start fails after numba's
+    from predictor.live.vllm_scheduler import KnownForecasts  # vLLM's start fails after numba's
 
     latest = scheduler.part(KnownForecasts).latest
     for i in range(3):

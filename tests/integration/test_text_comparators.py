@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 from data_collection.models import EMBEDDED_MODELS, resolve_model
 from predictor.evaluation.comparators import ConstantMedian
 from predictor.training.row_table import RowTable
-from rescheduler.papers.comparators.prompt_self_report import PromptSelfReport
-from rescheduler.papers.comparators.text_regressor import (
+from rescheduler.papers.comparators import (
     AuxiliaryCausalLM,
     AuxiliaryEncoder,
+    PromptSelfReport,
     TextRegressor,
 )
 

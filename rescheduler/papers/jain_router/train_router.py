@@ -3,23 +3,16 @@
 import hashlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from rescheduler.papers.jain_router.agent import AgentConfig
 from rescheduler.papers.jain_router.environment import RouterConfig
-from rescheduler.papers.jain_router.router_study import (
-    CaseFigures,
-    Competitor,
-    competitors,
-    draw_episode,
-    draw_training,
-    play,
-    refuse_study,
-    study_table,
-)
 from rescheduler.papers.jain_router.training import (
     VARIANTS,
     Job,
@@ -28,14 +21,315 @@ from rescheduler.papers.jain_router.training import (
     Variant,
     train_all,
 )
-from rescheduler.routing.learned.rl import LearnedRouter
-from rescheduler.simulator.config.simulation_config import SimulationConfig
-from rescheduler.simulator.experiments.workers import changed_config, compile_notice
-from rescheduler.simulator.results.report import about, refuse_foreign_folder, write_study
+from rescheduler.routing import LearnedRouter, RoutingPolicy, create_policy
+from rescheduler.simulator.config.simulation_config import SimulationConfig, checked
+from rescheduler.simulator.experiments.workers import changed_config, compile_notice, progress_bar
+from rescheduler.simulator.results.metrics import (
+    RequestRecords,
+    RunResult,
+    Summary,
+    run_metrics,
+    summarise,
+    time_per_output_token,
+)
+from rescheduler.simulator.results.report import (
+    COLOURS,
+    Column,
+    about,
+    create_panels,
+    figure_cell,
+    finish_axes,
+    markdown_table,
+    refuse_foreign_folder,
+    running_mean,
+    write_study,
+)
+from rescheduler.simulator.simulation import run, run_setup
 from rescheduler.simulator.workloads.trace_files import announce_traces
+
+FloatArray = npt.NDArray[np.float64]
+Figures = dict[str, float]
+
+_COLUMNS = (
+    Column("end to end, s", "end_to_end", 1.0, ".1f"),
+    Column("request latency, s", "latency", 1.0, ".2f"),
+    Column("TTFT, s", "ttft", 1.0, ".2f"),
+    Column("TBT, ms", "tbt", 1e3, ".1f"),
+    Column("at the router, s", "router_wait", 1.0, ".2f"),
+    Column("at the instance, s", "instance_wait", 1.0, ".2f"),
+    Column("preemptions", "preemptions", 1.0, ".0f"),
+)
+
+_GAINS = ("latency", "end_to_end")
 
 _LABELS: dict[Variant, str] = {variant: f"rl {variant}" for variant in VARIANTS}
 """What tables call the routers that are trained with a reward."""
+
+
+class Competitor(NamedTuple):
+    """A policy that is compared in a study.
+
+    Attributes:
+        label: of the table's row.
+        policies: one, or one for each training of the same router, whose figures are averaged.
+        pooled: requests wait at the router until an instance has a place for them; else they
+            queue at their instance.
+    """
+
+    label: str
+    policies: Sequence[RoutingPolicy]
+    pooled: bool
+
+
+class CaseFigures(NamedTuple):
+    """One case of a study, by label.
+
+    Attributes:
+        summaries: means over the episodes with their intervals.
+        gains: how much less than with the first competitor the mean latency of a request, and the
+            time until all requests were served, was, as shares of its means: the mean over
+            episodes and half of its 95% interval.
+        first: the requests of the first episode.
+    """
+
+    summaries: dict[str, Summary]
+    gains: dict[str, dict[str, tuple[float, float]]]
+    first: dict[str, RequestRecords]
+
+
+def competitors(
+    config: SimulationConfig, checkpoints: Mapping[str, Sequence[str]], pooled: Sequence[str]
+) -> list[Competitor]:
+    """Return the configured policies, and by label routers in folders that were trained before.
+
+    Raises:
+        ValueError: a policy or checkpoint that does not exist, or an unknown label in ``pooled``.
+    """
+    choices = config.policy_choices()
+    labels = [choice.label for choice in choices] + list(checkpoints)
+    for label in pooled:
+        if label not in labels:
+            raise ValueError(f"pooled: unknown label {label!r}; known: {', '.join(labels)}")
+    found: dict[str, list[RoutingPolicy]] = {}
+    for choice in choices:
+        options = {"name": choice.name} | choice.options
+        found[choice.label] = [checked(f"policies.{choice.label}", create_policy, options)]
+    for label, folders in checkpoints.items():
+        if label in found:
+            raise ValueError(f"duplicate label {label!r}; rename one of the two")
+        found[label] = [LearnedRouter(folder) for folder in folders]
+    return [Competitor(label, policies, label in pooled) for label, policies in found.items()]
+
+
+def refuse_study(
+    learned_in: Mapping[str, SimulationConfig],
+    cases: Mapping[str, SimulationConfig],
+    taking_part: Sequence[Competitor],
+    to_be_trained: Sequence[str],
+    published: Mapping[str, float],
+) -> None:
+    """Check before hours of training what would fail, or be overlooked, after them.
+
+    Args:
+        learned_in: by title, in which routers are trained; as configured without a title.
+        cases: by title, in which all are compared.
+        taking_part: all but those that are yet to be trained.
+        to_be_trained: labels of those.
+        published: by label.
+
+    Raises:
+        ValueError: a setting that training or the comparison does not support, a duplicate or
+            unknown label, or a case that a router was not trained for.
+    """
+    labels = [each.label for each in taking_part] + list(to_be_trained)
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"duplicate label {label!r}; rename one of the two")
+    for label in published:
+        if label not in labels:
+            raise ValueError(f"published: unknown label {label!r}; known: {', '.join(labels)}")
+    for each in taking_part:
+        if not each.policies:
+            raise ValueError(f"checkpoints.{each.label}: at least one folder")
+    for title, config in learned_in.items():
+        _refuse_setting(config, f"train_on.{title}: " if title else "")
+    config = next(iter(learned_in.values()))
+    for title, case in cases.items():
+        prefix = f"cases.{title}: "
+        _refuse_setting(case, prefix)
+        instances, trained_for = case.cluster.instances, config.cluster.instances
+        if to_be_trained and instances != trained_for:
+            raise ValueError(f"{prefix}routers are trained for {trained_for} instances")
+        if case.policy_choices() != config.policy_choices():
+            raise ValueError(f"{prefix}policies are the same in all cases")
+        for each in taking_part:
+            for policy in each.policies:
+                policy.refuse_other_cluster(instances)
+
+
+def _refuse_setting(config: SimulationConfig, prefix: str) -> None:
+    """Refuse settings with which an episode does not end when all requests are served."""
+    if config.dispatch != "instant":
+        raise ValueError(
+            f"{prefix}dispatch: instant, for routers may send a request anywhere; name in `pooled` "
+            "the policies whose requests are to wait"
+        )
+    for name in ("max_steps", "max_seconds"):
+        if getattr(config, name) is not None:
+            raise ValueError(f"{prefix}{name}: an episode ends when all requests are served")
+    if config.admission.pab:
+        raise ValueError(f"{prefix}admission.pab: routers do not learn what is turned away")
+    if any(choice.name != "none" for choice in config.planner_choices()):
+        raise ValueError(f"{prefix}migration.planners: routers do not learn what is moved")
+
+
+def _episode_figures(result: RunResult) -> Figures:
+    """Return what the paper reports of an episode; times in seconds.
+
+    ``end_to_end`` is the time until all requests were served (its "end-to-end latency for servicing
+    all requests"), ``latency`` the mean of a request from its arrival to its last token, ``ttft``
+    and ``tbt`` the means of time to first token and between tokens, ``tbt_p99`` the latter's 99th
+    percentile, ``router_wait`` and ``instance_wait`` the means of waiting in the router's queue and
+    in the instance's, until first started.
+    """
+    requests, metrics = result.requests, run_metrics(result)
+    return {
+        "end_to_end": result.seconds,
+        "latency": metrics["latency"],
+        "ttft": metrics["ttft"],
+        "tbt": metrics["itl"],
+        "tbt_p99": metrics["itl_p99"],
+        "router_wait": float((requests.placed - requests.arrival).mean()),
+        "instance_wait": float((requests.start - requests.placed).mean()),
+        "preemptions": float(result.preemptions),
+        "throughput": metrics["throughput"],
+    }
+
+
+def play(config: SimulationConfig, taking_part: Sequence[Competitor], title: str) -> CaseFigures:
+    """Have all competitors route the same episodes, one for each of the configured seeds.
+
+    The first is what others are compared with; ``title`` is of the case, for the progress bar.
+
+    Raises:
+        ValueError, RuntimeError: as `run`.
+    """
+    setups = {
+        pooled: run_setup(replace(config, dispatch="pool" if pooled else "instant"))
+        for pooled in {each.pooled for each in taking_part}
+    }
+    figures: dict[str, list[Figures]] = {each.label: [] for each in taking_part}
+    first: dict[str, RequestRecords] = {}
+    with progress_bar() as bar:
+        task = bar.add_task("", total=config.seeds * len(taking_part))
+        for seed in range(config.seeds):
+            for label, policies, pooled in taking_part:
+                bar.update(task, description=f"{title}: {label}, episode {seed + 1}")
+                results = [run(setups[pooled], policy, seed, label) for policy in policies]
+                found = [_episode_figures(result) for result in results]
+                means = {name: float(np.mean([each[name] for each in found])) for name in found[0]}
+                figures[label].append(means)
+                first.setdefault(label, results[0].requests)
+                bar.advance(task)
+    base = figures[taking_part[0].label]
+    return CaseFigures(
+        {label: summarise(runs) for label, runs in figures.items()},
+        {
+            label: {name: _gain(_values(base, name), _values(runs, name)) for name in _GAINS}
+            for label, runs in figures.items()
+        },
+        first,
+    )
+
+
+def study_table(cases: Mapping[str, CaseFigures], published: Mapping[str, float]) -> list[str]:
+    """Return the figures of all cases by title, as Markdown.
+
+    ``published`` has, by label, the paper's improvement over round robin in percent.
+    """
+    heads = ["policy", *(column.title for column in _COLUMNS), "latency gain", "gain", "paper"]
+    lines = []
+    for title, case in cases.items():
+        rows = []
+        for label, summary in case.summaries.items():
+            gains = [
+                f"{gain:.1%} ± {half:.1%}" if summary.runs > 1 else f"{gain:.1%}"
+                for gain, half in case.gains[label].values()
+            ]
+            paper = f"{published[label]:.2f}%" if label in published else ""
+            shown = (figure_cell(summary, column) for column in _COLUMNS)
+            rows.append([label, *shown, *gains, paper])
+        lines += [f"## {title}", "", *markdown_table(heads, rows), ""]
+    return lines
+
+
+def _values(runs: Sequence[Figures], name: str) -> FloatArray:
+    return np.array([figures[name] for figures in runs])
+
+
+def _gain(base: FloatArray, own: FloatArray) -> tuple[float, float]:
+    """Return the mean of the paired differences, and half its interval, as shares of the base."""
+    saved = summarise([{"saved": value} for value in (base - own) / base.mean()])
+    return saved.mean["saved"], saved.ci95.get("saved", 0.0)
+
+
+def draw_episode(case: CaseFigures) -> Any:
+    """Return four panels: end-to-end time, TTFT by arrival, TBT, and queues at the instances.
+
+    The first has means over all episodes with their intervals, the others the first episode.
+    """
+    figure, panels = create_panels(4, 2, (6.5, 4.0), sharex=False, sharey=False)
+    quantiles = []
+    for row, (label, summary) in enumerate(case.summaries.items()):
+        half, requests = summary.ci95.get("end_to_end", 0.0), case.first[label]
+        colour = COLOURS[row % len(COLOURS)]
+        drawn: dict[str, Any] = {"color": colour, "linestyle": "-" if row < len(COLOURS) else "--"}
+        panels[0].errorbar(
+            summary.mean["end_to_end"], row, xerr=half, fmt="o", color=colour, capsize=3
+        )
+        ttft = (requests.first_token - requests.arrival)[np.argsort(requests.arrival)]
+        panels[1].plot(running_mean(ttft, 40, whole=True), label=label, linewidth=1.2, **drawn)
+        tbt = time_per_output_token(requests, prefilled_first_token=True)
+        quantiles.append(tbt[~np.isnan(tbt)] * 1e3)
+        panels[3].plot(*_queue(requests), linewidth=1.0, **drawn)
+    panels[0].set_yticks(range(len(case.summaries)), list(case.summaries))
+    panels[2].boxplot(quantiles, orientation="horizontal", showfliers=False, whis=(1, 99))
+    panels[2].set_yticks(range(1, len(quantiles) + 1), list(case.first))
+    panels[1].legend(frameon=False, fontsize="small", ncols=2)
+    for panel in (panels[0], panels[2]):
+        panel.invert_yaxis()
+    finish_axes(panels[0], "until all requests are served, s")
+    finish_axes(panels[1], "request, by arrival", "TTFT, s")
+    finish_axes(panels[2], "time between tokens of a request, ms (1st to 99th percentile)")
+    finish_axes(panels[3], "time, s", "requests queued at instances")
+    return figure
+
+
+def draw_training(trained: Mapping[Variant, Sequence[Trained]]) -> Any:
+    """Return mean rewards of the training episodes and the validation, a line a training."""
+    figure, panels = create_panels(2, 2, (5.5, 3.8), sharex=False, sharey=False)
+    for i, (variant, runs) in enumerate(trained.items()):
+        for j, training in enumerate(runs):
+            episodes = range(1, len(training.rewards) + 1)
+            label = variant if j == 0 else None
+            panels[0].plot(episodes, training.rewards, color=COLOURS[i], label=label)
+            panels[1].plot(episodes, training.latencies, color=COLOURS[i])
+    panels[0].set_ylabel("mean reward of a decision")
+    panels[1].set_ylabel("validation, mean request latency, s")
+    panels[1].set_yscale("log")
+    for panel in panels:
+        finish_axes(panel, "round of episodes")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    panels[0].legend(frameon=False)
+    return figure
+
+
+def _queue(requests: RequestRecords) -> tuple[FloatArray, FloatArray]:
+    """Return seconds, and how many were placed by then and not started."""
+    time = np.linspace(0.0, float(requests.end.max()), 400)
+    placed = np.searchsorted(np.sort(requests.placed), time, "right")
+    started = np.searchsorted(np.sort(requests.start), time, "right")
+    return time, (placed - started).astype(np.float64)
 
 
 def train_routers(
@@ -111,7 +405,7 @@ def train_routers(
         trained.setdefault(job.variant, []).append(made)
     out.mkdir(parents=True, exist_ok=True)
     for variant, runs in trained.items():
-        routers = [LearnedRouter(run.checkpoint) for run in runs]
+        routers = [LearnedRouter(made.checkpoint) for made in runs]
         taking_part.append(Competitor(_LABELS[variant], routers, pooled=False))
     played = {title: play(case, taking_part, title) for title, case in asked.items()}
     seconds = time.monotonic() - began
@@ -158,28 +452,28 @@ def _write_checkpoints(
 ) -> None:
     """Write every trained router, and the best one by validation to ``router``."""
     title, first = next(iter(played.items()))
-    every = [run for runs in trained.values() for run in runs]
-    best = min(every, key=lambda run: min(run.latencies), default=None)
+    every = [made for runs in trained.values() for made in runs]
+    best = min(every, key=lambda made: min(made.latencies), default=None)
     for variant, runs in trained.items():
         figures = first.summaries[_LABELS[variant]].mean
-        for seed, run in enumerate(runs):
+        for seed, made in enumerate(runs):
             provenance = notes | {
                 "command": "headway " + " ".join(sys.argv[1:]),
-                "commit": ", ".join(run.commits),
+                "commit": ", ".join(made.commits),
                 "seed": seed,
-                "episode kept": run.episode + 1,
-                "request latency in validation, s": min(run.latencies),
+                "episode kept": made.episode + 1,
+                "request latency in validation, s": min(made.latencies),
                 f"{title}, mean of all trainings": {
                     name: figures[name] for name in ("end_to_end", "latency", "ttft")
                 },
-                "seconds of training": round(run.seconds),
+                "seconds of training": round(made.seconds),
             }
             folders = [out / "checkpoints" / f"{variant}-{seed}"]
-            if run is best:
-                print(f"best by validation, {min(run.latencies):.2f} s: {variant}, seed {seed}")
+            if made is best:
+                print(f"best by validation, {min(made.latencies):.2f} s: {variant}, seed {seed}")
                 folders.append(out / "router")
             for folder in folders:
-                replace(run.checkpoint, provenance=provenance).save(folder)
+                replace(made.checkpoint, provenance=provenance).save(folder)
 
 
 def _rows(played: dict[str, CaseFigures]) -> list[dict[str, Any]]:

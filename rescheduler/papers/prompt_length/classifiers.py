@@ -14,8 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from data_collection.models import resolve_model
-from rescheduler.papers.prompt_length.prompt_table import Prompts
-from rescheduler.papers.text_models.fine_tuning import (
+from rescheduler.papers.fine_tuning import (
     FineTunedModule,
     LabelledTexts,
     Precision,
@@ -26,6 +25,7 @@ from rescheduler.papers.text_models.fine_tuning import (
     text_batches,
     train_last_layers,
 )
+from rescheduler.papers.prompt_length.prompt_table import Prompts
 
 _BATCH = 32
 _VALIDATION_BATCH = 64

@@ -1,20 +1,58 @@
 """`headway papers train-length`: predict answers' lengths from prompts, beside the hidden state."""
 
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from data_collection.versions import machine, source_commit, versions
-from predictor.models.checkpoint import load_predictor
+from predictor.evaluation.comparators import KaplanMeier
+from predictor.forecasts.forecast import Forecast
+from predictor.models.checkpoint import load_predictor, read_config
 from predictor.models.hidden_state_mlp import HiddenStateMLP
-from rescheduler.papers.prompt_length.buckets import BucketOptions, Shape
-from rescheduler.papers.prompt_length.classifiers import EncoderOptions, ForestOptions
-from rescheduler.papers.prompt_length.prompt_table import PromptSplit, load_answered_prompts
-from rescheduler.papers.prompt_length.study import (
-    LengthResults,
-    LengthStudy,
-    StudyOptions,
-    write_results,
+from predictor.training.rows_data_module import request_rows
+from rescheduler.papers.fine_tuning import LabelledTexts
+from rescheduler.papers.prompt_length.buckets import (
+    BucketCurve,
+    BucketOptions,
+    LengthBuckets,
+    LengthScores,
+    Shape,
+    accuracy_by_task,
+    length_scores,
+)
+from rescheduler.papers.prompt_length.classifiers import (
+    BucketFrequencies,
+    EncoderClassifier,
+    EncoderOptions,
+    ForestOptions,
+    LengthForest,
+    train_classifier,
+)
+from rescheduler.papers.prompt_length.length_predictor import (
+    LengthPredictor,
+    PromptClassifier,
+    load_length_predictor,
+    load_task_classifier,
+    save_length_predictor,
+    save_task_classifier,
+)
+from rescheduler.papers.prompt_length.prompt_table import (
+    AnsweredPrompts,
+    Prompts,
+    PromptSplit,
+    load_answered_prompts,
+)
+from rescheduler.simulator.results.report import (
+    create_panels,
+    finish_axes,
+    markdown_table,
+    write_report,
 )
 
 _ENCODER = EncoderOptions()
@@ -113,3 +151,379 @@ def _notes(split: PromptSplit, predictor: HiddenStateMLP | None) -> list[str]:
         trained = "the training part of this split" if same else "other requests than these"
         notes.append(f"the hidden state's predictor was trained on {trained}")
     return notes
+
+
+METHODS = {
+    "majority": "Most frequent bucket",
+    "task_majority": "Most frequent bucket of the task",
+    "forest": "Random forest: prompt length, application",
+    "encoder": "Encoder",
+    "encoder_hint": "Encoder, hint: true task",
+    "encoder_predicted_hint": "Encoder, hint: predicted task",
+    "kaplan_meier": "Kaplan–Meier, no bucket",
+    "hidden_state": "Hidden state at the end of prefill",
+}
+"""What is measured, and what tables call it."""
+
+Labels = Callable[[AnsweredPrompts], npt.NDArray[np.int64]]
+
+
+class StudyOptions(NamedTuple):
+    """How all variants are trained; see the options of `train_length`."""
+
+    encoder: EncoderOptions
+    forest: ForestOptions
+    shape: Shape
+    limit: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """How well the task can be classified from the prompt (Jain et al. 2025, C.8).
+
+    Attributes:
+        accuracy: share of the test prompts whose task was classified correctly.
+        majority: that of the most frequent training task.
+        by_task: accuracy on each.
+    """
+
+    accuracy: float
+    majority: float
+    by_task: dict[str, float]
+
+
+class LengthStudy:
+    """Trains what an earlier run has not left below a folder, and measures it.
+
+    Args:
+        split: the requests.
+        buckets: the choices of length buckets, by what they are called.
+        described: dataset, prompts and split, as checkpoints record it.
+        options: how to train.
+        out: folder of the checkpoints, one a variant.
+
+    Raises:
+        ValueError: all training requests are in one bucket; later, the folder holds a variant of
+            other settings.
+    """
+
+    def __init__(
+        self,
+        split: PromptSplit,
+        buckets: Mapping[str, LengthBuckets],
+        described: Mapping[str, Any],
+        options: StudyOptions,
+        out: Path,
+    ) -> None:
+        self._train, self._test = split.parts["train"], split.parts["test"]
+        self._validation = split.parts["validation"]
+        self._model = self._train.rows.session.model
+        for scheme, ranges in buckets.items():
+            found = ranges.of(self._train.total_tokens)
+            if (found == found[0]).all():
+                raise ValueError(
+                    f"{scheme}: all {len(found)} training requests generated "
+                    f"{ranges.names[found[0]]} tokens, in one bucket: there is nothing to learn"
+                )
+        self._buckets = buckets
+        self._described = described
+        self._options = options
+        self._out = out
+        self._tasks = split.tasks
+
+    def tasks(self) -> tuple[TaskScores, Prompts] | None:
+        """Return how well tasks are classified, and the test prompts with the predicted tasks.
+
+        None where all requests are of one task: there is nothing to classify, and no hint to give.
+        """
+        if len(self._tasks) < 2:
+            return None
+        test = self._test.prompts
+        predicted = self._task_classifier().predicted(test)
+        right = np.array(predicted) == np.array(test.task)
+        names, counts = np.unique(self._train.prompts.task, return_counts=True)
+        scores = TaskScores(
+            accuracy=float(right.mean()),
+            majority=float((np.array(test.task) == names[counts.argmax()]).mean()),
+            by_task=accuracy_by_task(right, self._test),
+        )
+        return scores, test.with_tasks(predicted)
+
+    def lengths(
+        self,
+        scheme: str,
+        predicted_tasks: Prompts | None,
+        hidden_state: HiddenStateMLP | None,
+    ) -> dict[str, LengthScores]:
+        """Return the scores of every method for one choice of buckets, by `METHODS`.
+
+        Args:
+            scheme: what the choice is called.
+            predicted_tasks: the test prompts with predicted tasks; None: hint at nothing.
+            hidden_state: what to measure at the end of the same requests' prefill.
+        """
+        train, test, buckets = self._train, self._test.prompts, self._buckets[scheme]
+        curve = BucketCurve.fit(
+            buckets, train.total_tokens, train.cut, self._options.limit, self._options.shape
+        )
+
+        def frequencies(by_task: bool) -> LengthPredictor:
+            found = buckets.of(train.total_tokens)
+            shares = BucketFrequencies(train.prompts, found, buckets.names, by_task)
+            return LengthPredictor(shares, curve, self._model, {})
+
+        methods = {
+            "majority": (frequencies(False), test),
+            "task_majority": (frequencies(True), test),
+            "forest": (self._forest(f"{scheme}-forest", curve), test),
+            "encoder": (self._encoder(scheme, curve, False), test),
+        }
+        if predicted_tasks is not None:
+            hinted = self._encoder(f"{scheme}-hint", curve, True)
+            methods["encoder_hint"] = hinted, test
+            methods["encoder_predicted_hint"] = hinted, predicted_tasks
+        scores = {}
+        for name, (method, prompts) in methods.items():
+            probabilities = method.probabilities(prompts)
+            forecast = method.curve.forecast(probabilities, prompts.max_tokens)
+            scores[name] = length_scores(buckets, probabilities, forecast, self._test)
+        for name, curves in self._unbucketed(hidden_state).items():
+            scores[name] = length_scores(buckets, buckets.masses(curves), curves, self._test)
+        return scores
+
+    def _unbucketed(self, hidden_state: HiddenStateMLP | None) -> dict[str, Forecast]:
+        """Forecasts of the test requests by methods that know no buckets."""
+        kaplan_meier = KaplanMeier()
+        kaplan_meier.fit(self._train.rows, self._train.rows)
+        curves: dict[str, Forecast] = {"kaplan_meier": kaplan_meier.forecast(self._test.rows)}
+        if hidden_state is not None:
+            curves["hidden_state"] = hidden_state.forecast(request_rows(self._test.rows))
+        return curves
+
+    def _task_classifier(self) -> EncoderClassifier:
+        """Return the classifier of tasks (C.8)."""
+        folder = self._out / "task"
+        settings = self._settings(asdict(self._options.encoder))
+        if self._is_there(folder, settings):
+            return load_task_classifier(folder)
+        place = {task: i for i, task in enumerate(self._tasks)}
+        classifier, trained = self._fine_tuned(
+            folder,
+            self._tasks,
+            False,
+            lambda part: np.array([place[task] for task in part.prompts.task]),
+        )
+        save_task_classifier(classifier, self._model, _provenance(settings, trained), folder)
+        return classifier
+
+    def _encoder(self, name: str, curve: BucketCurve, hinted: bool) -> LengthPredictor:
+        """Return an encoder that predicts the curve's buckets (§4.1), with the hint or without."""
+        buckets = curve.buckets
+        return self._length_predictor(
+            name,
+            curve,
+            {"hinted": hinted, **asdict(self._options.encoder)},
+            lambda folder: self._fine_tuned(
+                folder, buckets.names, hinted, lambda part: buckets.of(part.total_tokens)
+            ),
+        )
+
+    def _forest(self, name: str, curve: BucketCurve) -> LengthPredictor:
+        """Return a forest on prompt length and application (C.12)."""
+        train, options, buckets = self._train, self._options, curve.buckets
+        found = buckets.of(train.total_tokens)
+
+        def grown(folder: Path) -> tuple[PromptClassifier, dict[str, Any]]:
+            return LengthForest.grow(
+                train.prompts, found, buckets.names, self._tasks, options.forest, options.seed
+            ), {}
+
+        return self._length_predictor(name, curve, asdict(options.forest), grown)
+
+    def _length_predictor(
+        self,
+        name: str,
+        curve: BucketCurve,
+        own: dict[str, Any],
+        train: Callable[[Path], tuple[PromptClassifier, dict[str, Any]]],
+    ) -> LengthPredictor:
+        folder, settings = self._out / name, self._settings({"curve": asdict(curve), **own})
+        if self._is_there(folder, settings):
+            return load_length_predictor(folder)
+        classifier, trained = train(folder)
+        provenance = _provenance(settings, trained)
+        predictor = LengthPredictor(classifier, curve, self._model, provenance)
+        save_length_predictor(predictor, folder)
+        return predictor
+
+    def _fine_tuned(
+        self, folder: Path, labels: tuple[str, ...], hinted: bool, labelled: Labels
+    ) -> tuple[EncoderClassifier, dict[str, Any]]:
+        options = self._options.encoder
+        classifier = EncoderClassifier.pretrained(
+            options.model, labels, self._tasks, hinted, options.max_tokens, options.dropout
+        )
+        print(f"{folder.name}: fine-tuning on {len(self._train)} prompts", flush=True)
+        train, validation = (
+            LabelledTexts(classifier.token_ids(part.prompts), labelled(part))
+            for part in (self._train, self._validation)
+        )
+        seed = self._options.seed
+        return classifier, train_classifier(classifier, train, validation, options, folder, seed)
+
+    def _settings(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Everything that a variant is a consequence of, as JSON gives it back."""
+        settings = {**self._described, "seed": self._options.seed, **own}
+        known: dict[str, Any] = json.loads(json.dumps(settings))
+        return known
+
+    def _is_there(self, folder: Path, settings: dict[str, Any]) -> bool:
+        if not (folder / "config.json").is_file():
+            return False
+        if read_config(folder).get("provenance", {}).get("settings") != settings:
+            raise ValueError(
+                f"{folder} was trained with other settings: give another --out, or move it away"
+            )
+        print(f"{folder.name}: trained already", flush=True)
+        return True
+
+
+def _provenance(settings: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "settings": settings,
+        **trained,
+        "commit": source_commit(),
+        "versions": versions(),
+        "machine": machine(),
+    }
+
+
+_FEW = 10
+"""Test requests below which a task has no row of its own: its accuracies would say nothing."""
+
+
+@dataclass(frozen=True)
+class LengthResults:
+    """Everything that was measured: scores by the choice of buckets, then by method."""
+
+    test: AnsweredPrompts
+    buckets: dict[str, LengthBuckets]
+    scores: dict[str, dict[str, LengthScores]]
+    tasks: TaskScores | None
+    notes: list[str]
+    provenance: dict[str, Any]
+
+
+def write_results(results: LengthResults, out: Path) -> None:
+    """Write ``results.json``, ``report.md`` and ``results.png``, and print the report."""
+    document = {
+        "buckets": {name: list(buckets.edges) for name, buckets in results.buckets.items()},
+        "scores": {
+            scheme: {name: asdict(scores) for name, scores in methods.items()}
+            for scheme, methods in results.scores.items()
+        },
+        "tasks": asdict(results.tasks) if results.tasks else None,
+        "test": _task_rows(results.test),
+        "notes": results.notes,
+        "provenance": results.provenance,
+    }
+    texts = {"results.json": json.dumps(document, indent=1) + "\n", "report.md": _report(results)}
+    figures = {"results.png": _figure(results)}
+    write_report(out, texts, figures)
+    print(texts["report.md"])
+    for name in (*texts, *figures):
+        print(out / name)
+
+
+def _task_rows(test: AnsweredPrompts) -> list[dict[str, Any]]:
+    """Return, of the test requests of each task and of all, means and the share that was cut."""
+    task = np.array(test.prompts.task)
+    here = {str(name): task == name for name in np.unique(task)} | {"all": task == task}
+    return [
+        {
+            "task": name,
+            "requests": int(rows.sum()),
+            "prompt_tokens": float(test.prompts.prompt_tokens[rows].mean()),
+            "answer_tokens": float(test.total_tokens[rows].mean()),
+            "cut": float(test.cut[rows].mean()),
+        }
+        for name, rows in here.items()
+    ]
+
+
+def _report(results: LengthResults) -> str:
+    test, tasks = results.test, results.tasks
+    lines = [
+        f"# Answer lengths of {results.provenance['model']}, predicted from prompts",
+        "",
+        f"{len(test)} test requests that nothing was trained on, "
+        f"{test.cut.mean():.1%} of them ended by their max_tokens. The truth is the tokens that "
+        "came, and every forecast knows the cap.",
+    ]
+    if tasks:
+        lines += [
+            "",
+            f"Task classified from the prompt: {tasks.accuracy:.2%} (always the most frequent: "
+            f"{tasks.majority:.2%}).",
+        ]
+    for scheme, buckets in results.buckets.items():
+        methods = results.scores[scheme]
+        shares = np.bincount(buckets.of(test.total_tokens), minlength=len(buckets)) / len(test)
+        row = ["test requests", *(f"{share:.1%}" for share in shares)]
+        lines += ["", f"## Buckets: {scheme}", ""]
+        lines += [*markdown_table(["tokens", *buckets.names], [row]), ""]
+        lines += [*_scores(methods), "", *_by_task(methods, test)]
+    if results.notes:
+        lines += ["", "## Notes", "", *(f"- {note}" for note in results.notes)]
+    return "\n".join([*lines, "", "![Scores of all methods](results.png)", ""])
+
+
+def _scores(methods: dict[str, LengthScores]) -> list[str]:
+    heads = ["method", "accuracy", "macro F1", "log loss", "CRPS, tokens", "MAE of the median"]
+    rows = [
+        [
+            METHODS[name],
+            f"{scores.accuracy:.2%}",
+            f"{scores.macro_f1:.3f}",
+            f"{scores.log_loss:.3f}",
+            f"{scores.crps:.1f}",
+            f"{scores.mae:.1f}",
+            "–" if scores.concordance is None else f"{scores.concordance:.3f}",
+            "–" if scores.coverage is None else f"{scores.coverage['80']:.1%}",
+        ]
+        for name, scores in methods.items()
+    ]
+    return markdown_table([*heads, "concordance", "80% covers"], rows)
+
+
+def _by_task(methods: dict[str, LengthScores], test: AnsweredPrompts) -> list[str]:
+    shown = [name for name in METHODS if name in methods and name != "kaplan_meier"]
+    rows = []
+    for row in _task_rows(test):
+        task = row["task"]
+        if row["requests"] >= _FEW:
+            of = [methods[name] for name in shown]
+            accuracies = [one.accuracy if task == "all" else one.by_task[task] for one in of]
+            means = [f"{row[name]:.0f}" for name in ("requests", "prompt_tokens", "answer_tokens")]
+            rows.append([task, *means, f"{row['cut']:.0%}", *(f"{x:.1%}" for x in accuracies)])
+    heads = ["task", "test requests", "prompt tokens", "answer tokens", "cut"]
+    return markdown_table([*heads, *(METHODS[name] for name in shown)], rows)
+
+
+def _figure(results: LengthResults) -> Any:
+    figure, panels = create_panels(2, 2, (5.5, 4.4), sharex=False)
+    shown = (("accuracy", 100, "accuracy of the bucket, %"), ("crps", 1, "CRPS, tokens"))
+    names = [name for name in METHODS if any(name in m for m in results.scores.values())]
+    height = 0.8 / len(results.scores)
+    for axes, (what, scale, title) in zip(panels, shown, strict=True):
+        for j, (scheme, methods) in enumerate(results.scores.items()):
+            places = np.arange(len(names)) + (j - (len(results.scores) - 1) / 2) * height
+            values = [scale * getattr(methods[name], what) for name in names]
+            axes.barh(places, values, height, label=scheme)
+        axes.set_yticks(np.arange(len(names)), [METHODS[name] for name in names])
+        finish_axes(axes, title)
+    panels[0].invert_yaxis()
+    bars, schemes = panels[0].get_legend_handles_labels()
+    figure.legend(bars, schemes, loc="outside upper center", ncols=len(schemes), frameon=False)
+    return figure

@@ -28,8 +28,8 @@ from data_collection.dataset.inspect_dataset import inspect
 from data_collection.dataset.validate_dataset import validate
 from data_collection.parquet_file import UnusableParquetError, parquet_batches
 from data_collection.workload.prompts import PromptError, load_transcripts
-from predictor.training.prompt_table import load_prompt_rows
 from predictor.training.row_table import load_rows
+from predictor.training.rows_data_module import load_prompt_rows
 
 ROWS_PER_DATASET = sum(-(-int(total) // 20) for total in np.linspace(1, 100, 20).astype(int))
 

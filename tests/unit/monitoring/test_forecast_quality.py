@@ -15,7 +15,7 @@ from published_telemetry import Engine, GivenTelemetry, endpoint_of, frames, pub
 from predictor.forecasts.kaplan_meier import Recalibration, survival_edges
 from predictor.live.telemetry_messages import FinishedEvent, encode_survival
 from predictor.models.checkpoint import export_checkpoint, load_predictor
-from predictor.models.remaining_length_mlp import RemainingLengthMLP
+from predictor.models.hidden_state_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
 from rescheduler.monitoring.finished_log import FinishedLog, read_finished_log
 from rescheduler.monitoring.forecast_quality import (

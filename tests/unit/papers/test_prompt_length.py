@@ -21,6 +21,7 @@ from predictor import CheckpointError, PointForecast, SurvivalForecast
 from predictor.evaluation.survival_metrics import Outcomes
 from predictor.training.row_table import load_rows
 from rescheduler.commands.command_line import main
+from rescheduler.papers.fine_tuning import LabelledTexts, minilm_folder
 from rescheduler.papers.prompt_length import (
     BucketCurve,
     LengthBuckets,
@@ -42,7 +43,6 @@ from rescheduler.papers.prompt_length.length_predictor import (
     save_task_classifier,
 )
 from rescheduler.papers.prompt_length.prompt_table import load_answered_prompts
-from rescheduler.papers.text_models.fine_tuning import LabelledTexts, minilm_folder
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "prompt_length"
 PAPER = LengthBuckets((0, 250, 1000))

@@ -24,8 +24,12 @@ from routing_views import cluster
 from rescheduler.commands.command_parser import run_command
 from rescheduler.papers.jain_router.agent import AgentConfig
 from rescheduler.papers.jain_router.environment import RouterConfig, RouterVectorEnvironment
-from rescheduler.papers.jain_router.router_study import competitors, play, study_table
-from rescheduler.papers.jain_router.train_router import train_routers
+from rescheduler.papers.jain_router.train_router import (
+    competitors,
+    play,
+    study_table,
+    train_routers,
+)
 from rescheduler.papers.jain_router.training import (
     Job,
     Training,

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from data_collection.capture.capture_hook import CaptureHook
 from data_collection.capture.requests import FinishedRequest
 from predictor import RequestRows, SurvivalForecast, SurvivalMLP
-from predictor.forecasts.averaging import RunningAverages, average_requests, averaged
+from predictor.forecasts.forecast import RunningAverages, average_requests, averaged
 from predictor.forecasts.kaplan_meier import Recalibration
 from predictor.live.engine_forecasts import EngineForecasts
 from predictor.live.forecaster import Forecaster

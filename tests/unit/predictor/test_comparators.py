@@ -17,8 +17,7 @@ from predictor.evaluation.comparators import (
 )
 from predictor.evaluation.report import LABELS, OWN_NAME
 from predictor.training.row_table import RowTable
-from rescheduler.papers.comparators.prompt_self_report import PromptSelfReport, parse_length
-from rescheduler.papers.comparators.text_regressor import row_token_ids
+from rescheduler.papers.comparators import PromptSelfReport, parse_length, row_token_ids
 
 K = 20
 MAX_TOKENS = 4096

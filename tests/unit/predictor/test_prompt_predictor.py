@@ -23,7 +23,7 @@ from predictor.prompts.prompt_predictor import (
     PromptEmbeddingError,
     PromptPredictor,
 )
-from predictor.training.prompt_table import load_prompt_rows
+from predictor.training.rows_data_module import load_prompt_rows
 
 ROOT = Path(__file__).parents[3]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -1,1 +1,0 @@
-"""The methods that STAR's predictor is measured against (Table 1)."""
