@@ -75,16 +75,16 @@ VERBS = {
     ),
     "papers": Verb("", "reproduce the papers' figures, tables and models"),
     "papers scaling": Verb(
-        f"{_STUDIES}.scaling:scaling_study", "imbalance by workers and batches (BF-IO)"
+        f"{_STUDIES}.scaling:scaling", "imbalance by workers and batches (BF-IO)"
     ),
     "papers barrier-tax": Verb(
-        f"{_STUDIES}.barrier_tax:barrier_tax_study", "routing by models of a step's time"
+        f"{_STUDIES}.barrier_tax:barrier_tax", "routing by models of a step's time"
     ),
     "papers rescheduling": Verb(
-        f"{_STUDIES}.rescheduling:rescheduling_study", "migration planners (STAR)"
+        f"{_STUDIES}.rescheduling:rescheduling", "migration planners (STAR)"
     ),
     "papers fairbatching": Verb(
-        f"{_STUDIES}.fairbatching:fairbatching_study", "requests in time (FairBatching)"
+        f"{_STUDIES}.fairbatching:fairbatching", "requests in time (FairBatching)"
     ),
     "papers train-router": Verb(
         "rescheduler.papers.jain_router.train_router:train_routers",

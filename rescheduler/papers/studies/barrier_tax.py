@@ -14,11 +14,12 @@ with the mean imbalance I, and W, the context tokens of all steps of all request
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rescheduler.papers.studies.study import Report, Study, draw_cases, study_verb
+from rescheduler.papers.studies.study import Report, draw_cases, run_study
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.experiments.runner import Row
 from rescheduler.simulator.results.metrics import Summary, summarise
@@ -27,13 +28,19 @@ from rescheduler.simulator.simulation import run_setup
 
 
 def barrier_tax(
-    config: SimulationConfig, cases: dict[str, dict[str, Any]], overheads: list[float]
-) -> Study:
+    config: SimulationConfig,
+    out: Path,
+    cases: dict[str, dict[str, Any]],
+    overheads: list[float],
+    workers: int | None = None,
+) -> int:
     """Compare routing policies behind a barrier, with arrivals counted in steps.
 
     They are compared for several overheads b of the step time max(L) + b · mean(L).
 
     Args:
+        out: folder; run it again to resume.
+        workers: processes at once; one per core when not given.
         config: what all cases share; a step must take a second, and the first policy is the one
             that the others are compared with.
         cases: name -> key -> value, such as ``"8": {cluster.instances: 8, arrivals.rate: 1.8}``.
@@ -55,7 +62,7 @@ def barrier_tax(
         figure, _ = draw_cases(found, labels[1:], shown)
         return Report(plain, _table(found, overheads), {"barrier_tax.png": figure})
 
-    return Study(cases, report)
+    return run_study("barrier-tax", config, out, workers, cases, report)
 
 
 def retimed_throughput(
@@ -126,6 +133,3 @@ def _table(found: Mapping[tuple[str, str], Summary], overheads: Sequence[float])
         rows.append([case, label, *shown, *last])
     note = "Throughput against the first policy, on the same requests."
     return [*markdown_table(heads, rows, "ll"), "", note]
-
-
-barrier_tax_study = study_verb("barrier-tax", barrier_tax)

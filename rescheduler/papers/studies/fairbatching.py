@@ -11,11 +11,12 @@ tuned for each case, as Sarathi's token budget is there.
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rescheduler.papers.studies.study import Report, Study, study_verb
+from rescheduler.papers.studies.study import Report, run_study
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
 from rescheduler.simulator.experiments.workers import changed_config
@@ -53,6 +54,7 @@ class LoadCurve(NamedTuple):
 
 def fairbatching(
     config: SimulationConfig,
+    out: Path,
     cases: dict[str, dict[str, Any]],
     systems: dict[str, dict[str, Any]],
     loads: list[float],
@@ -60,12 +62,15 @@ def fairbatching(
     tuned: dict[str, dict[str, list[Any]]] | None = None,
     case_loads: dict[str, list[float]] | None = None,
     latency_load: float | None = None,
-) -> Study:
+    workers: int | None = None,
+) -> int:
     """Compare batch formations, admission and routing by the requests served in time.
 
     Every system is offered several loads.
 
     Args:
+        out: folder; run it again to resume.
+        workers: processes at once; one per core when not given.
         config: what all share.
         cases: name -> key -> value: workloads, objectives, clusters.
         systems: name -> key -> value, such as ``Sarathi: {prefill.formation: sarathi}``.
@@ -113,7 +118,7 @@ def fairbatching(
             figures={"effective.png": _draw(best)},
         )
 
-    return Study(described, report)
+    return run_study("fairbatching", config, out, workers, described, report)
 
 
 def _refuse_unknown(key: str, named: Sequence[str] | Options, known: Options) -> None:
@@ -206,6 +211,3 @@ def _draw(curves: Sequence[LoadCurve]) -> Any:
     figure.supxlabel("offered requests/s an instance", fontsize="medium")
     figure.supylabel("effective requests/s", fontsize="medium")
     return figure
-
-
-fairbatching_study = study_verb("fairbatching", fairbatching)

@@ -5,9 +5,10 @@ instances' step times, averaged over time, P99 TPOT, goodput, preemptions and mi
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from rescheduler.papers.studies.study import Report, Study, draw_cases, study_verb
+from rescheduler.papers.studies.study import Report, draw_cases, run_study
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
 from rescheduler.simulator.results.report import Column, figure_cell, markdown_table
@@ -22,16 +23,23 @@ _COLUMNS = (
 )
 
 
-def rescheduling(config: SimulationConfig, cases: dict[str, dict[str, Any]]) -> Study:
+def rescheduling(
+    config: SimulationConfig,
+    out: Path,
+    cases: dict[str, dict[str, Any]],
+    workers: int | None = None,
+) -> int:
     """Compare migration planners in several cases.
 
     The cases may be cluster sizes, forecasts, intervals between plans, or options of the planners.
 
     Args:
+        out: folder; run it again to resume.
+        workers: processes at once; one per core when not given.
         config: what all cases share; its ``migration.planners`` are compared.
         cases: name -> key -> value, such as ``"8": {cluster.instances: 8, arrivals.rate: 0.3}``.
     """
-    return Study(cases, _report)
+    return run_study("rescheduling", config, out, workers, cases, _report)
 
 
 def _report(rows: Sequence[Row]) -> Report:
@@ -49,6 +57,3 @@ def _report(rows: Sequence[Row]) -> Report:
         markdown_table(["case", "planner", *(column.title for column in _COLUMNS)], cells, "ll"),
         {"rescheduling.png": figure},
     )
-
-
-rescheduling_study = study_verb("rescheduling", rescheduling)

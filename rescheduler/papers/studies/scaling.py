@@ -12,11 +12,12 @@ directions. A slope of 1 is the theorems' growth.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rescheduler.papers.studies.study import Report, Study, study_verb
+from rescheduler.papers.studies.study import Report, run_study
 from rescheduler.simulator.config.simulation_config import SimulationConfig
 from rescheduler.simulator.experiments.runner import Row
 from rescheduler.simulator.results.report import COLOURS, create_panels, finish_axes, markdown_table
@@ -42,14 +43,20 @@ class _Point(NamedTuple):
 
 
 def scaling(
-    config: SimulationConfig, cases: dict[str, dict[str, Any]], vary: dict[str, list[Any]]
-) -> Study:
+    config: SimulationConfig,
+    out: Path,
+    cases: dict[str, dict[str, Any]],
+    vary: dict[str, list[Any]],
+    workers: int | None = None,
+) -> int:
     """Measure how imbalance grows with workers and batches, and fit slopes.
 
     The YAML file names two policies, what varies (cluster.instances and cluster.slots), and the
     cases.
 
     Args:
+        out: folder; run it again to resume.
+        workers: processes at once; one per core when not given.
         config: what all cases share; with two policies, the baseline first.
         cases: name -> key -> value, such as ``geometric: {trace.name: geometric}``.
         vary: ``cluster.instances`` and ``cluster.slots`` -> values.
@@ -66,7 +73,7 @@ def scaling(
         plain = [point._asdict() for point in points]
         return Report(plain, _table(points, *labels), {"scaling.png": _draw(points, *labels)})
 
-    return Study(cases, report, vary)
+    return run_study("scaling", config, out, workers, cases, report, vary)
 
 
 def _points(rows: Sequence[Row]) -> list[_Point]:
@@ -153,6 +160,3 @@ def _draw(points: Sequence[_Point], first: str, second: str) -> Any:
         finish_axes(axes, "√(B ln G)", title, which="both")
         axes.legend(frameon=False, fontsize="small")
     return figure
-
-
-scaling_study = study_verb("scaling", scaling)

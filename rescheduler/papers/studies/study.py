@@ -1,11 +1,6 @@
-"""`headway papers`: questions of a paper that take more than one table of simulations.
-
-A study is a function that declares its cases and its report from a configuration and options of
-its own: the command line takes them from its signature, and all studies are run here.
-"""
+"""`headway papers`: questions of a paper that take more than one table of simulations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +18,6 @@ from rescheduler.simulator.results.report import (
     write_study,
 )
 
-_OWN_ARGUMENTS = """\
-Args:
-        out: folder; run it again to resume.
-        workers: processes at once; one per core when not given.
-"""
-
 
 class Report(NamedTuple):
     """What a study has found.
@@ -44,62 +33,46 @@ class Report(NamedTuple):
     figures: Mapping[str, Any]
 
 
-class Study(NamedTuple):
-    """A question that takes several simulations.
+def run_study(
+    name: str,
+    config: SimulationConfig,
+    out: Path,
+    workers: int | None,
+    cases: Mapping[str, Mapping[str, Any]],
+    report: Callable[[Sequence[Row]], Report],
+    vary: Mapping[str, Sequence[Any]] | None = None,
+) -> int:
+    """Simulate all cases; write table, JSON and figures; return the exit status.
 
-    Attributes:
+    Args:
+        name: of the study.
+        config: what all cases share.
+        out: folder; run it again to resume.
+        workers: processes at once; one per core when None.
         cases: name -> key -> value: settings that change together, unlike those that vary.
         report: from the rows of all cases, in their order, to what is written.
         vary: key -> values, of every case.
-    """
-
-    cases: Mapping[str, Mapping[str, Any]]
-    report: Callable[[Sequence[Row]], Report]
-    vary: Mapping[str, Sequence[Any]] = {}
-
-
-def _run_study(
-    name: str, study: Study, config: SimulationConfig, out: Path, workers: int | None = None
-) -> int:
-    """Simulate all cases; write table, JSON and figures; return the exit status.
 
     Raises:
         ValueError: no cases, a key that does not exist, a value that it refuses, or a folder of
             something else.
         RuntimeError: a cell that could not be computed.
     """
-    if not study.cases:
+    if not cases:
         raise ValueError("cases: at least one, a name with the keys that it changes")
     verb = f"papers {name}"
     found = [
         group
-        for case, changes in study.cases.items()
-        for group in groups(config, {k: [v] for k, v in changes.items()} | dict(study.vary), case)
+        for case, changes in cases.items()
+        for group in groups(config, {k: [v] for k, v in changes.items()} | dict(vary or {}), case)
     ]
     computed = compute(found, out, verb, "study.json", workers=workers)
     if computed.interrupted:
         raise KeyboardInterrupt
     for cell, what in computed.failed:
         raise RuntimeError(f"{cell.title}: {what}")
-    write_study(out, about(verb, config) | computed.traces, *study.report(computed.rows))
+    write_study(out, about(verb, config) | computed.traces, *report(computed.rows))
     return 0
-
-
-def study_verb(name: str, declare: Callable[..., Study]) -> Callable[..., int]:
-    """Return the function of a study's verb: the options of the study, its folder and workers."""
-
-    def study(config: SimulationConfig, out: Path, workers: int | None = None, **own: Any) -> int:
-        return _run_study(name, declare(config, **own), config, out, workers)
-
-    declared, runs = signature(declare).parameters, signature(_run_study).parameters
-    first, *others = declared.values()
-    parameters = [first, runs["out"], *others, runs["workers"]]
-    # Without defaults first, as a signature has to be.
-    parameters.sort(key=lambda parameter: parameter.default is not Parameter.empty)
-    study.__signature__ = Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
-    study.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": int}
-    study.__doc__ = (declare.__doc__ or "").replace("Args:\n", _OWN_ARGUMENTS, 1)
-    return study
 
 
 def draw_cases(

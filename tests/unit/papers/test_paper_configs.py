@@ -12,9 +12,9 @@ import yaml
 
 from rescheduler.commands.command_line import main
 from rescheduler.commands.command_parser import run_command
-from rescheduler.papers.studies.barrier_tax import barrier_tax_study, retimed_throughput
+from rescheduler.papers.studies.barrier_tax import barrier_tax, retimed_throughput
 from rescheduler.papers.studies.fairbatching import LoadCurve
-from rescheduler.papers.studies.scaling import fitted_slope, scaling_study
+from rescheduler.papers.studies.scaling import fitted_slope, scaling
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.experiments.workers import groups
 from rescheduler.simulator.results.metrics import RunResult, Summary
@@ -218,7 +218,7 @@ def test_what_a_study_cannot_do_is_refused(
     name = "bfio_theory" if study == "scaling" else "barrier_tax"
     path = tmp_path / "bad.yaml"
     path.write_text(yaml.safe_dump(values_of(name) | changes))
-    function = {"scaling": scaling_study, "barrier-tax": barrier_tax_study}[study]
+    function = {"scaling": scaling, "barrier-tax": barrier_tax}[study]
     with pytest.raises(ValueError, match=message):
         run_command(function, ["--config", str(path), "--out", str(tmp_path / "out")], "study")
 
