@@ -271,20 +271,20 @@ class BucketFrequencies:
     """
 
     def __init__(
-        self, prompts: Prompts, found: IntArray, labels: Sequence[str], by_task: bool = False
+        self, prompts: Prompts, found: IntArray, labels: Sequence[str], by_task: bool
     ) -> None:
-        self.labels = tuple(labels)
-        self.tasks = tuple(sorted(set(prompts.task)))
+        self._n_labels = len(labels)
         self._overall = self._shares(found)
         task = np.array(prompts.task)
-        self._of_task = {name: self._shares(found[task == name]) for name in self.tasks if by_task}
+        names = sorted(set(prompts.task)) if by_task else []
+        self._of_task = {name: self._shares(found[task == name]) for name in names}
 
     def probabilities(self, prompts: Prompts) -> FloatArray:
         """Return the shares for each prompt, [n, n_labels]."""
         return np.stack([self._of_task.get(task, self._overall) for task in prompts.task])
 
     def _shares(self, found: IntArray) -> FloatArray:
-        counts = np.bincount(found, minlength=len(self.labels))
+        counts = np.bincount(found, minlength=self._n_labels)
         shares: FloatArray = counts / counts.sum()
         return shares
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,15 +40,8 @@ Trained on the answers of {serving_model}: another model's have other lengths.
 """
 
 
-class PromptClassifier(Protocol):
-    """A classifier, of labels in order, that uses what is known before the first token."""
-
-    labels: tuple[str, ...]
-    tasks: tuple[str, ...]
-
-    def probabilities(self, prompts: Prompts) -> FloatArray:
-        """Return P(label) of each prompt, [n, n_labels]."""
-        ...
+LengthClassifier = EncoderClassifier | LengthForest
+"""What tells the bucket of an answer from what is known before its first token."""
 
 
 class LengthPredictor:
@@ -66,7 +59,7 @@ class LengthPredictor:
 
     def __init__(
         self,
-        classifier: PromptClassifier,
+        classifier: LengthClassifier,
         curve: BucketCurve,
         serving_model: str,
         provenance: dict[str, Any],
@@ -148,7 +141,7 @@ def load_task_classifier(folder: Path) -> EncoderClassifier:
 
 
 def _save(
-    classifier: PromptClassifier,
+    classifier: LengthClassifier,
     described: dict[str, Any],
     provenance: Mapping[str, Any],
     folder: Path,
@@ -161,7 +154,7 @@ def _save(
     if isinstance(classifier, LengthForest):
         config["classifier"] = "forest"
         weights = numpy_bytes(classifier.nodes)
-    elif isinstance(classifier, EncoderClassifier):
+    else:
         config |= {
             "classifier": "encoder",
             "hinted": classifier.hinted,
@@ -174,8 +167,6 @@ def _save(
         classifier.tokenizer.save_pretrained(encoder)
         own = {name: tensor.clone() for name, tensor in classifier.state_dict().items()}
         weights = torch_bytes(own)
-    else:
-        raise CheckpointError(f"a {type(classifier).__name__} cannot be kept")
     with replace_file(folder / WEIGHTS) as temporary:
         temporary.write_bytes(weights)
     config["provenance"] = dict(provenance)
@@ -204,7 +195,7 @@ def _card(config: dict[str, Any]) -> str:
     )
 
 
-def _load(folder: Path, config: dict[str, Any], kind: str) -> EncoderClassifier | LengthForest:
+def _load(folder: Path, config: dict[str, Any], kind: str) -> LengthClassifier:
     if config.get("kind") != kind:
         raise CheckpointError(
             f"{folder}: config.json says kind {config.get('kind')!r}, wanted {kind!r}"

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,8 @@ from rescheduler.papers.prompt_length.classifiers import (
     train_classifier,
 )
 from rescheduler.papers.prompt_length.length_predictor import (
+    LengthClassifier,
     LengthPredictor,
-    PromptClassifier,
     load_length_predictor,
     load_task_classifier,
     save_length_predictor,
@@ -59,100 +59,6 @@ _ENCODER = EncoderOptions()
 _FOREST = ForestOptions()
 
 
-def train_length(
-    dataset: Path,
-    prompts: str,
-    buckets: dict[str, BucketOptions] | None = None,
-    out: Path = Path("runs/prompt_length"),
-    hidden_state: str | None = None,
-    task_names: dict[str, str] | None = None,
-    encoder: EncoderOptions = _ENCODER,
-    forest: ForestOptions = _FOREST,
-    shape: Shape = "linear",
-    limit: int = 8192,
-    split_seed: int | None = None,
-    seed: int = 0,
-) -> None:
-    """Train and measure predictors of answer lengths that read the prompt (Jain et al. 2025).
-
-    For each choice of buckets: a fine-tuned encoder without and with a hint of the task, a random
-    forest on prompt length and application, and what they must beat, all measured on the same
-    test requests, those that ``hidden_state`` was not trained on either. Writes one checkpoint a
-    variant, ``results.json``, ``report.md`` and a figure below OUT. Run it again to go on after
-    an interruption: variants that are there are only measured.
-
-    Args:
-        dataset: folder recorded by ``headway collect``.
-        prompts: the prompts that it was collected from, joined by their ids.
-        buckets: name -> edges, width and until, or seconds and tokens_per_second.
-        out: where to write.
-        hidden_state: folder or Hugging Face id of a survival model or a regressor, to measure
-            at the end of the same requests' prefill.
-        task_names: what hints call a task; others keep their name.
-        encoder: which, and how it is fine-tuned.
-        forest: how it is grown.
-        shape: how ends are spread inside a bucket.
-        limit: tokens that no request passes: the serving model's context.
-        split_seed: of the split; that of ``hidden_state`` when not given, or 0.
-        seed: of every training.
-
-    Raises:
-        ValueError: the dataset has no answer to these prompts, or nothing can be learnt of it;
-            or OUT holds variants of other settings.
-        CheckpointError: a checkpoint cannot be used.
-        ModelMismatchError: ``hidden_state`` is of another model.
-    """
-    if not buckets:
-        raise ValueError("no buckets: give --buckets, or a --config of configs/prompt_length")
-    chosen = {scheme: given.buckets() for scheme, given in buckets.items()}
-    predictor = None if hidden_state is None else load_predictor(hidden_state)
-    if split_seed is None:
-        split_seed = int(predictor.provenance.get("split_seed", 0)) if predictor else 0
-    split = load_answered_prompts(dataset, prompts, split_seed, task_names or {})
-    counts = {name: len(part) for name, part in split.parts.items()}
-    described = {
-        "dataset": dataset.resolve().name,
-        "prompts": Path(prompts).name,
-        "requests": counts,
-        "split_seed": split_seed,
-    }
-    print(f"{dataset}: {', '.join(f'{n} {name}' for name, n in counts.items())} requests")
-    notes = _notes(split, predictor)
-    options = StudyOptions(encoder, forest, shape, limit, seed)
-    torch.manual_seed(seed)  # the first classifier is drawn before its training seeds anything
-    study = LengthStudy(split, chosen, described, options, out)
-    tasks, predicted_tasks = study.tasks() or (None, None)
-    scores = {scheme: study.lengths(scheme, predicted_tasks, predictor) for scheme in chosen}
-    provenance = {
-        "model": split.parts["test"].rows.session.model,
-        **described,
-        "encoder": encoder.model,
-        "commit": source_commit(),
-        "machine": machine(),
-        "versions": versions(),
-    }
-    test = split.parts["test"]
-    write_results(LengthResults(test, chosen, scores, tasks, notes, provenance), out)
-
-
-def _notes(split: PromptSplit, predictor: HiddenStateMLP | None) -> list[str]:
-    """Describe the requests that the figures are about."""
-    notes = []
-    if split.unmatched:
-        notes.append(f"{split.unmatched} requests of the dataset are of no prompt in the file")
-    if split.left_out:
-        notes.append(
-            f"{split.left_out} requests are left out: cut otherwise than by max_tokens, or without "
-            "a row at the end of prefill"
-        )
-    if predictor is not None:
-        predictor.refuse_other_model(split.parts["test"].rows.session)
-        same = predictor.provenance.get("rows", {}).get("train") == split.training_rows
-        trained = "the training part of this split" if same else "other requests than these"
-        notes.append(f"the hidden state's predictor was trained on {trained}")
-    return notes
-
-
 METHODS = {
     "majority": "Most frequent bucket",
     "task_majority": "Most frequent bucket of the task",
@@ -166,16 +72,6 @@ METHODS = {
 """What is measured, and what tables call it."""
 
 Labels = Callable[[AnsweredPrompts], npt.NDArray[np.int64]]
-
-
-class StudyOptions(NamedTuple):
-    """How all variants are trained; see the options of `train_length`."""
-
-    encoder: EncoderOptions
-    forest: ForestOptions
-    shape: Shape
-    limit: int
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -193,14 +89,18 @@ class TaskScores:
     by_task: dict[str, float]
 
 
+@dataclass(frozen=True)
 class LengthStudy:
     """Trains what an earlier run has not left below a folder, and measures it.
 
-    Args:
+    Attributes:
         split: the requests.
         buckets: the choices of length buckets, by what they are called.
         described: dataset, prompts and split, as checkpoints record it.
-        options: how to train.
+        encoder: which, and how it is fine-tuned; so ``forest``.
+        shape: how ends are spread inside a bucket.
+        limit: tokens that no request passes.
+        seed: of every training.
         out: folder of the checkpoints, one a variant.
 
     Raises:
@@ -208,36 +108,43 @@ class LengthStudy:
             other settings.
     """
 
-    def __init__(
-        self,
-        split: PromptSplit,
-        buckets: Mapping[str, LengthBuckets],
-        described: Mapping[str, Any],
-        options: StudyOptions,
-        out: Path,
-    ) -> None:
-        self._train, self._test = split.parts["train"], split.parts["test"]
-        self._validation = split.parts["validation"]
-        self._model = self._train.rows.session.model
-        for scheme, ranges in buckets.items():
+    split: PromptSplit
+    buckets: Mapping[str, LengthBuckets]
+    described: Mapping[str, Any]
+    encoder: EncoderOptions
+    forest: ForestOptions
+    shape: Shape
+    limit: int
+    seed: int
+    out: Path
+
+    def __post_init__(self) -> None:
+        for scheme, ranges in self.buckets.items():
             found = ranges.of(self._train.total_tokens)
             if (found == found[0]).all():
                 raise ValueError(
                     f"{scheme}: all {len(found)} training requests generated "
                     f"{ranges.names[found[0]]} tokens, in one bucket: there is nothing to learn"
                 )
-        self._buckets = buckets
-        self._described = described
-        self._options = options
-        self._out = out
-        self._tasks = split.tasks
+
+    @property
+    def _train(self) -> AnsweredPrompts:
+        return self.split.parts["train"]
+
+    @property
+    def _test(self) -> AnsweredPrompts:
+        return self.split.parts["test"]
+
+    @property
+    def _model(self) -> str:
+        return self._train.rows.session.model
 
     def tasks(self) -> tuple[TaskScores, Prompts] | None:
         """Return how well tasks are classified, and the test prompts with the predicted tasks.
 
         None where all requests are of one task: there is nothing to classify, and no hint to give.
         """
-        if len(self._tasks) < 2:
+        if len(self.split.tasks) < 2:
             return None
         test = self._test.prompts
         predicted = self._task_classifier().predicted(test)
@@ -263,19 +170,12 @@ class LengthStudy:
             predicted_tasks: the test prompts with predicted tasks; None: hint at nothing.
             hidden_state: what to measure at the end of the same requests' prefill.
         """
-        train, test, buckets = self._train, self._test.prompts, self._buckets[scheme]
-        curve = BucketCurve.fit(
-            buckets, train.total_tokens, train.cut, self._options.limit, self._options.shape
-        )
-
-        def frequencies(by_task: bool) -> LengthPredictor:
-            found = buckets.of(train.total_tokens)
-            shares = BucketFrequencies(train.prompts, found, buckets.names, by_task)
-            return LengthPredictor(shares, curve, self._model, {})
-
-        methods = {
-            "majority": (frequencies(False), test),
-            "task_majority": (frequencies(True), test),
+        train, test, buckets = self._train, self._test.prompts, self.buckets[scheme]
+        curve = BucketCurve.fit(buckets, train.total_tokens, train.cut, self.limit, self.shape)
+        found = buckets.of(train.total_tokens)
+        methods: dict[str, tuple[BucketFrequencies | LengthClassifier, Prompts]] = {
+            "majority": (BucketFrequencies(train.prompts, found, buckets.names, False), test),
+            "task_majority": (BucketFrequencies(train.prompts, found, buckets.names, True), test),
             "forest": (self._forest(f"{scheme}-forest", curve), test),
             "encoder": (self._encoder(scheme, curve, False), test),
         }
@@ -284,9 +184,9 @@ class LengthStudy:
             methods["encoder_hint"] = hinted, test
             methods["encoder_predicted_hint"] = hinted, predicted_tasks
         scores = {}
-        for name, (method, prompts) in methods.items():
-            probabilities = method.probabilities(prompts)
-            forecast = method.curve.forecast(probabilities, prompts.max_tokens)
+        for name, (classifier, prompts) in methods.items():
+            probabilities = classifier.probabilities(prompts)
+            forecast = curve.forecast(probabilities, prompts.max_tokens)
             scores[name] = length_scores(buckets, probabilities, forecast, self._test)
         for name, curves in self._unbucketed(hidden_state).items():
             scores[name] = length_scores(buckets, buckets.masses(curves), curves, self._test)
@@ -302,79 +202,77 @@ class LengthStudy:
         return curves
 
     def _task_classifier(self) -> EncoderClassifier:
-        """Return the classifier of tasks (C.8)."""
-        folder = self._out / "task"
-        settings = self._settings(asdict(self._options.encoder))
+        """Return a classifier of the task (C.8)."""
+        folder, settings = self.out / "task", self._settings(asdict(self.encoder))
         if self._is_there(folder, settings):
             return load_task_classifier(folder)
-        place = {task: i for i, task in enumerate(self._tasks)}
+        tasks = self.split.tasks
+        place = {task: i for i, task in enumerate(tasks)}
         classifier, trained = self._fine_tuned(
-            folder,
-            self._tasks,
-            False,
-            lambda part: np.array([place[task] for task in part.prompts.task]),
+            folder, tasks, False, lambda part: np.array([place[task] for task in part.prompts.task])
         )
         save_task_classifier(classifier, self._model, _provenance(settings, trained), folder)
         return classifier
 
-    def _encoder(self, name: str, curve: BucketCurve, hinted: bool) -> LengthPredictor:
+    def _encoder(self, name: str, curve: BucketCurve, hinted: bool) -> LengthClassifier:
         """Return an encoder that predicts the curve's buckets (§4.1), with the hint or without."""
         buckets = curve.buckets
-        return self._length_predictor(
+        return self._length_classifier(
             name,
             curve,
-            {"hinted": hinted, **asdict(self._options.encoder)},
+            {"hinted": hinted, **asdict(self.encoder)},
             lambda folder: self._fine_tuned(
                 folder, buckets.names, hinted, lambda part: buckets.of(part.total_tokens)
             ),
         )
 
-    def _forest(self, name: str, curve: BucketCurve) -> LengthPredictor:
+    def _forest(self, name: str, curve: BucketCurve) -> LengthClassifier:
         """Return a forest on prompt length and application (C.12)."""
-        train, options, buckets = self._train, self._options, curve.buckets
+        train, buckets = self._train, curve.buckets
         found = buckets.of(train.total_tokens)
 
-        def grown(folder: Path) -> tuple[PromptClassifier, dict[str, Any]]:
+        def grown(folder: Path) -> tuple[LengthClassifier, dict[str, Any]]:
+            tasks = self.split.tasks
             return LengthForest.grow(
-                train.prompts, found, buckets.names, self._tasks, options.forest, options.seed
+                train.prompts, found, buckets.names, tasks, self.forest, self.seed
             ), {}
 
-        return self._length_predictor(name, curve, asdict(options.forest), grown)
+        return self._length_classifier(name, curve, asdict(self.forest), grown)
 
-    def _length_predictor(
+    def _length_classifier(
         self,
         name: str,
         curve: BucketCurve,
         own: dict[str, Any],
-        train: Callable[[Path], tuple[PromptClassifier, dict[str, Any]]],
-    ) -> LengthPredictor:
-        folder, settings = self._out / name, self._settings({"curve": asdict(curve), **own})
+        train: Callable[[Path], tuple[LengthClassifier, dict[str, Any]]],
+    ) -> LengthClassifier:
+        folder, settings = self.out / name, self._settings({"curve": asdict(curve), **own})
         if self._is_there(folder, settings):
-            return load_length_predictor(folder)
+            return load_length_predictor(folder).classifier
         classifier, trained = train(folder)
         provenance = _provenance(settings, trained)
-        predictor = LengthPredictor(classifier, curve, self._model, provenance)
-        save_length_predictor(predictor, folder)
-        return predictor
+        save_length_predictor(LengthPredictor(classifier, curve, self._model, provenance), folder)
+        return classifier
 
     def _fine_tuned(
         self, folder: Path, labels: tuple[str, ...], hinted: bool, labelled: Labels
     ) -> tuple[EncoderClassifier, dict[str, Any]]:
-        options = self._options.encoder
+        options = self.encoder
         classifier = EncoderClassifier.pretrained(
-            options.model, labels, self._tasks, hinted, options.max_tokens, options.dropout
+            options.model, labels, self.split.tasks, hinted, options.max_tokens, options.dropout
         )
         print(f"{folder.name}: fine-tuning on {len(self._train)} prompts", flush=True)
         train, validation = (
             LabelledTexts(classifier.token_ids(part.prompts), labelled(part))
-            for part in (self._train, self._validation)
+            for part in (self._train, self.split.parts["validation"])
         )
-        seed = self._options.seed
-        return classifier, train_classifier(classifier, train, validation, options, folder, seed)
+        return classifier, train_classifier(
+            classifier, train, validation, options, folder, self.seed
+        )
 
     def _settings(self, own: dict[str, Any]) -> dict[str, Any]:
         """Everything that a variant is a consequence of, as JSON gives it back."""
-        settings = {**self._described, "seed": self._options.seed, **own}
+        settings = {**self.described, "seed": self.seed, **own}
         known: dict[str, Any] = json.loads(json.dumps(settings))
         return known
 
@@ -527,3 +425,96 @@ def _figure(results: LengthResults) -> Any:
     bars, schemes = panels[0].get_legend_handles_labels()
     figure.legend(bars, schemes, loc="outside upper center", ncols=len(schemes), frameon=False)
     return figure
+
+
+def train_length(
+    dataset: Path,
+    prompts: str,
+    buckets: dict[str, BucketOptions] | None = None,
+    out: Path = Path("runs/prompt_length"),
+    hidden_state: str | None = None,
+    task_names: dict[str, str] | None = None,
+    encoder: EncoderOptions = _ENCODER,
+    forest: ForestOptions = _FOREST,
+    shape: Shape = "linear",
+    limit: int = 8192,
+    split_seed: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Train and measure predictors of answer lengths that read the prompt (Jain et al. 2025).
+
+    For each choice of buckets: a fine-tuned encoder without and with a hint of the task, a random
+    forest on prompt length and application, and what they must beat, all measured on the same
+    test requests, those that ``hidden_state`` was not trained on either. Writes one checkpoint a
+    variant, ``results.json``, ``report.md`` and a figure below OUT. Run it again to go on after
+    an interruption: variants that are there are only measured.
+
+    Args:
+        dataset: folder recorded by ``headway collect``.
+        prompts: the prompts that it was collected from, joined by their ids.
+        buckets: name -> edges, width and until, or seconds and tokens_per_second.
+        out: where to write.
+        hidden_state: folder or Hugging Face id of a survival model or a regressor, to measure
+            at the end of the same requests' prefill.
+        task_names: what hints call a task; others keep their name.
+        encoder: which, and how it is fine-tuned.
+        forest: how it is grown.
+        shape: how ends are spread inside a bucket.
+        limit: tokens that no request passes: the serving model's context.
+        split_seed: of the split; that of ``hidden_state`` when not given, or 0.
+        seed: of every training.
+
+    Raises:
+        ValueError: the dataset has no answer to these prompts, or nothing can be learnt of it;
+            or OUT holds variants of other settings.
+        CheckpointError: a checkpoint cannot be used.
+        ModelMismatchError: ``hidden_state`` is of another model.
+    """
+    if not buckets:
+        raise ValueError("no buckets: give --buckets, or a --config of configs/prompt_length")
+    chosen = {scheme: given.buckets() for scheme, given in buckets.items()}
+    predictor = None if hidden_state is None else load_predictor(hidden_state)
+    if split_seed is None:
+        split_seed = int(predictor.provenance.get("split_seed", 0)) if predictor else 0
+    split = load_answered_prompts(dataset, prompts, split_seed, task_names or {})
+    counts = {name: len(part) for name, part in split.parts.items()}
+    described = {
+        "dataset": dataset.resolve().name,
+        "prompts": Path(prompts).name,
+        "requests": counts,
+        "split_seed": split_seed,
+    }
+    print(f"{dataset}: {', '.join(f'{n} {name}' for name, n in counts.items())} requests")
+    notes = _notes(split, predictor)
+    torch.manual_seed(seed)  # the first classifier is drawn before its training seeds anything
+    study = LengthStudy(split, chosen, described, encoder, forest, shape, limit, seed, out)
+    tasks, predicted_tasks = study.tasks() or (None, None)
+    scores = {scheme: study.lengths(scheme, predicted_tasks, predictor) for scheme in chosen}
+    provenance = {
+        "model": split.parts["test"].rows.session.model,
+        **described,
+        "encoder": encoder.model,
+        "commit": source_commit(),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    test = split.parts["test"]
+    write_results(LengthResults(test, chosen, scores, tasks, notes, provenance), out)
+
+
+def _notes(split: PromptSplit, predictor: HiddenStateMLP | None) -> list[str]:
+    """Describe the requests that the figures are about."""
+    notes = []
+    if split.unmatched:
+        notes.append(f"{split.unmatched} requests of the dataset are of no prompt in the file")
+    if split.left_out:
+        notes.append(
+            f"{split.left_out} requests are left out: cut otherwise than by max_tokens, or without "
+            "a row at the end of prefill"
+        )
+    if predictor is not None:
+        predictor.refuse_other_model(split.parts["test"].rows.session)
+        same = predictor.provenance.get("rows", {}).get("train") == split.training_rows
+        trained = "the training part of this split" if same else "other requests than these"
+        notes.append(f"the hidden state's predictor was trained on {trained}")
+    return notes
