@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,16 +60,34 @@ class FineTuning:
 
 
 class TextNetwork(nn.Module):
-    """A Hugging Face model with a linear head; subclasses say which state the head reads.
+    """A Hugging Face model with a linear head on a state of the text, [batch, d].
 
-    ``forward`` takes ``input_ids`` and ``attention_mask``, [batch, length], and returns the
-    remaining length over the scale, [batch].
+    Args:
+        backbone: the model.
+        state: what the head reads, of the model, ``input_ids`` and ``attention_mask``: `mean_state`
+            or `last_state`.
     """
 
-    def __init__(self, backbone: Any) -> None:
+    def __init__(self, backbone: Any, state: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = nn.Linear(backbone.config.hidden_size, 1)
+        self._state = state
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return the remaining length over the scale, [batch], of texts [batch, length]."""
+        state = self._state(self.backbone, input_ids, attention_mask)
+        remaining: torch.Tensor = self.head(state).squeeze(-1)
+        return remaining
+
+
+def last_state(
+    backbone: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> torch.Tensor:
+    """Return the state of each text's last token, [batch, d]; padding is on the right."""
+    found = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    states: torch.Tensor = found.last_hidden_state
+    return states[torch.arange(len(states), device=states.device), attention_mask.sum(1) - 1]
 
 
 class TextRegressor:
@@ -285,31 +304,6 @@ _PAPER_LIMIT = 1024
 """Tokens that STAR §4.3 gives its opt-125m."""
 
 
-class _MeanPooledEncoder(TextNetwork):
-    """Encoder states [batch, length, d], averaged over the text's tokens, then a linear head."""
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the scaled remaining length, [batch]."""
-        pooled = mean_state(self.backbone, input_ids, attention_mask)
-        remaining: torch.Tensor = self.head(pooled).squeeze(-1)
-        return remaining
-
-
-class _LastTokenRegressor(TextNetwork):
-    """The state of the text's last token, [batch, d], then a linear head."""
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the scaled remaining length, [batch]; padding is on the right."""
-        states = self.backbone(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
-        last = attention_mask.sum(1) - 1
-        remaining: torch.Tensor = self.head(
-            states[torch.arange(len(states), device=states.device), last]
-        ).squeeze(-1)
-        return remaining
-
-
 class AuxiliaryEncoder(TextRegressor):
     """An encoder fine-tuned to read the text of a row (μ-Serve's role in STAR §4.4, Table 1).
 
@@ -345,7 +339,7 @@ class AuxiliaryEncoder(TextRegressor):
         if max_tokens > positions:
             raise ValueError(f"{model} reads {positions} tokens, max_tokens is {max_tokens}")
         super().__init__(
-            _MeanPooledEncoder(backbone),
+            TextNetwork(backbone, mean_state),
             AutoTokenizer.from_pretrained(folder),
             serving_model,
             max_tokens,
@@ -395,7 +389,7 @@ class AuxiliaryCausalLM(TextRegressor):
         tokenizer.padding_side = "right"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        network = _LastTokenRegressor(backbone)
+        network = TextNetwork(backbone, last_state)
         train_last_layers(backbone, train_layers)
         super().__init__(
             network,

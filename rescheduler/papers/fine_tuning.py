@@ -3,8 +3,9 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,8 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+IntArray = npt.NDArray[np.int64]
 
 _POOL = 16
 """Batches that are shuffled together before they are put in order of length."""
@@ -61,11 +64,10 @@ def text_batches(
     from ``generator``; None draws it from torch's own, which the dropout uses too.
     """
     lengths = np.array([len(ids) for ids in texts.token_ids])
+    order = None if seed is None else np.random.default_rng(seed)
+    batches = _Batches(len(lengths), batch_size, partial(_like_lengths, lengths, batch_size, order))
     return DataLoader(
-        _Texts(texts, padding),
-        batch_sampler=_LikeLengths(lengths, batch_size, seed),
-        collate_fn=_as_is,
-        generator=generator,
+        _Texts(texts, padding), batch_sampler=batches, collate_fn=_as_is, generator=generator
     )
 
 
@@ -73,56 +75,43 @@ def shuffled_text_batches(
     texts: LabelledTexts, batch_size: int, padding: int, order: np.random.Generator
 ) -> DataLoader[TextBatch]:
     """Return batches of at most ``batch_size`` texts, as even as can be, shuffled in each pass."""
+    n = len(texts.token_ids)
+    batches = _Batches(n, batch_size, lambda: np.array_split(order.permutation(n), len(batches)))
     return DataLoader(
         _Texts(texts, padding),
-        batch_sampler=_Shuffled(len(texts.token_ids), batch_size, order),
+        batch_sampler=batches,
         collate_fn=_as_is,
         generator=torch.Generator(),  # leaves the random numbers of the dropout alone
     )
 
 
-class _Shuffled(Sampler[list[int]]):
-    """Indices in batches that are shuffled only."""
+class _Batches(Sampler[list[int]]):
+    """Batches of the indices of n texts, drawn anew in each pass."""
 
-    def __init__(self, n: int, batch_size: int, order: np.random.Generator) -> None:
-        self._n = n
+    def __init__(self, n: int, batch_size: int, draw: Callable[[], Sequence[IntArray]]) -> None:
         self._batches = -(-n // batch_size)
-        self._order = order
+        self._draw = draw
 
     def __len__(self) -> int:
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = np.array_split(self._order.permutation(self._n), self._batches)
-        return iter([batch.tolist() for batch in batches])
+        return iter([batch.tolist() for batch in self._draw()])
 
 
-class _LikeLengths(Sampler[list[int]]):
-    """Indices in batches: shuffled, then sorted by length within pools of batches."""
-
-    def __init__(self, lengths: npt.NDArray[np.int64], batch_size: int, seed: int | None) -> None:
-        self._lengths = lengths
-        self._size = batch_size
-        self._order = None if seed is None else np.random.default_rng(seed)
-
-    def __len__(self) -> int:
-        return -(-len(self._lengths) // self._size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        n, size = len(self._lengths), self._size
-        if self._order is None:
-            ranked = np.argsort(self._lengths, kind="stable")
-        else:
-            shuffled = self._order.permutation(n)
-            pools = [shuffled[i : i + size * _POOL] for i in range(0, n, size * _POOL)]
-            ranked = np.concatenate([pool[np.argsort(self._lengths[pool])] for pool in pools])
-        batches = [ranked[i : i + size].tolist() for i in range(0, n, size)]
-        order = (
-            np.arange(len(batches))
-            if self._order is None
-            else self._order.permutation(len(batches))
-        )
-        return iter([batches[i] for i in order])
+def _like_lengths(
+    lengths: IntArray, size: int, order: np.random.Generator | None
+) -> list[IntArray]:
+    """Return batches of texts of like length: shuffled, then sorted within pools of batches."""
+    n = len(lengths)
+    if order is None:
+        ranked = np.argsort(lengths, kind="stable")
+        return [ranked[i : i + size] for i in range(0, n, size)]
+    shuffled = order.permutation(n)
+    pools = [shuffled[i : i + size * _POOL] for i in range(0, n, size * _POOL)]
+    ranked = np.concatenate([pool[np.argsort(lengths[pool])] for pool in pools])
+    batches = [ranked[i : i + size] for i in range(0, n, size)]
+    return [batches[i] for i in order.permutation(len(batches))]
 
 
 class _Texts(Dataset[TextBatch]):
