@@ -1,11 +1,9 @@
-"""What every predictor on hidden states shares: its trunk, its checkpoint, its serving model."""
+"""What every predictor on hidden states shares, and STAR's: one number from one hidden state."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from huggingface_hub import ModelCard, PyTorchModelHubMixin
 from torch import nn
@@ -186,25 +184,18 @@ class HiddenStateMLP(
             ModelMismatchError: d is not the one the predictor was trained on.
             ValueError: an input is missing.
         """
-        self.refuse_other_width(rows.hidden_states)
+        vectors = rows.hidden_states
+        if vectors.ndim != 2 or vectors.shape[1] != self.hidden_size:
+            raise ModelMismatchError(
+                f"hidden states of shape {tuple(vectors.shape)} given to a predictor of "
+                f"{self.serving_model}, whose vectors have {self.hidden_size} values"
+            )
         for name in self.inputs:
             if INPUTS.index(name) >= rows.numbers.shape[1]:
                 raise ValueError(
                     f"this predictor reads {', '.join(self.inputs)}: RequestRows needs all of "
                     f"{', '.join(INPUTS)}, not {rows.numbers.shape[1]} numbers"
                 )
-
-    def refuse_other_width(self, hidden_states: torch.Tensor) -> None:
-        """Refuse vectors of another length.
-
-        Raises:
-            ModelMismatchError: d is not the one the predictor was trained on.
-        """
-        if hidden_states.ndim != 2 or hidden_states.shape[1] != self.hidden_size:
-            raise ModelMismatchError(
-                f"hidden states of shape {tuple(hidden_states.shape)} given to a predictor of "
-                f"{self.serving_model}, whose vectors have {self.hidden_size} values"
-            )
 
     def refuse_other_model(self, session: Session) -> None:
         """Refuse hidden states that were recorded from another model, revision or layer.
@@ -268,22 +259,6 @@ class RemainingLengthMLP(HiddenStateMLP):
     def forward(self, rows: RequestRows, noise: float = 0.0) -> torch.Tensor:
         """Return remaining tokens [n], unclipped (for training)."""
         return self.output(rows, noise).squeeze(-1) * self.target_scale
-
-    @torch.inference_mode()
-    def predict(self, hidden_states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Predict remaining tokens [n] ≥ 0 for hidden states [n, d], without other inputs.
-
-        Raises:
-            ModelMismatchError: d is not the one the predictor was trained on.
-            ValueError: the predictor reads more; use `forecast`.
-        """
-        if self.inputs:
-            raise ValueError(f"this predictor also reads {', '.join(self.inputs)}: use forecast")
-        vectors = torch.from_numpy(hidden_states)
-        self.refuse_other_width(vectors)
-        predicted = self(RequestRows(vectors, torch.zeros(len(vectors), 3)))
-        remaining: npt.NDArray[np.float32] = predicted.clamp_min(0).numpy()
-        return remaining
 
     @torch.inference_mode()
     def forecast(self, rows: RequestRows) -> PointForecast:

@@ -51,8 +51,9 @@ def test_the_regressors_forecast_is_its_prediction_under_max_tokens(
 ) -> None:
     predictor, table = load_predictor(str(regressor_checkpoint)), load_rows(memoryless)
     assert isinstance(predictor, RemainingLengthMLP)
-    predicted = predictor.predict(table.vectors())
-    assert predicted.shape == (len(table),) and (predicted >= 0).all()
+    with torch.inference_mode():
+        predicted = predictor(request_rows(table)).clamp_min(0).numpy()
+    assert predicted.shape == (len(table),)
     forecast = predictor.forecast(request_rows(table))
     expected = np.maximum(np.minimum(predicted, table.tokens_left()), 1)
     np.testing.assert_array_equal(forecast.median(), expected)
@@ -91,14 +92,12 @@ def test_the_numbers_that_were_asked_for_are_read_and_no_others(inputs: tuple[st
 
 
 def test_what_a_predictor_cannot_read_is_refused() -> None:
-    regressor = small(RemainingLengthMLP, inputs=["prompt_tokens"])
-    assert isinstance(regressor, RemainingLengthMLP)
-    with pytest.raises(ValueError, match="also reads prompt_tokens: use forecast"):
-        regressor.predict(np.zeros((1, D), dtype=np.float32))
+    regressor = small(RemainingLengthMLP, inputs=["temperature"])
+    with pytest.raises(ValueError, match="reads temperature: RequestRows needs all of"):
+        regressor.forecast(RequestRows(torch.zeros(1, D), torch.zeros(1, 3)))
     plain = small(RemainingLengthMLP)
-    assert isinstance(plain, RemainingLengthMLP)
     with pytest.raises(ModelMismatchError, match="vectors have 8 values"):
-        plain.predict(np.zeros((1, 9), dtype=np.float32))
+        plain.forecast(RequestRows(torch.zeros(1, 9), torch.zeros(1, 3)))
     with pytest.raises(ModelMismatchError, match=r"trained on .*small-model.* these are of Qwen"):
         plain.refuse_other_model(new_session(model="Qwen/Qwen3-0.6B"))
     with pytest.raises(CheckpointError, match="unknown input 'age'; known: generated_tokens, "):
