@@ -87,7 +87,6 @@ def survival_moves(view: ClusterView, planner: Survival) -> list[tuple[int, int,
     used: set[int] = set()
     moves: list[tuple[int, int, float]] = []
     while len(moves) < planner.moves and base > 0:
-        assert view.forecast is not None
         current, best, least = seen.variance(instance), None, 1e-12
         for r, source in enumerate(instance):
             settled = seen.since[r] >= max(planner.payback * frozen[r], 0)
