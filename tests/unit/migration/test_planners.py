@@ -1,17 +1,19 @@
-"""STAR's planner: Algorithm 1 by hand, against plain Python, and what it never does."""
+"""The planners: by hand, against plain Python, and what they never do."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from measured_profiles import profile_of
 from migration_views import FREE, moved, view, views
-from reference_planner import best_star_move
+from reference_planner import best_star_move, survival_moves
 
-from rescheduler.migration import Plan, Star, create_migration_policy
+from rescheduler.cluster.cluster_view import ClusterView
+from rescheduler.migration import Plan, Star, Survival, create_migration_policy
 from rescheduler.routing import Needs
 from rescheduler.step_time.profile import BatchTime, write_profile
 
@@ -47,8 +49,6 @@ def test_a_profile_says_how_long_a_step_is(tmp_path: Path) -> None:
     seen = view([(5, 5), (5, 5)], [(1, 5)])
     assert not plan(seen, **costs).migrations
     assert plan(seen, **costs, profile=str(tmp_path / "profile.yaml")).migrations
-    with pytest.raises(ValueError, match=r"none\.yaml: no profile"):
-        Star(profile=str(tmp_path / "none.yaml"))
 
 
 def test_what_the_view_says_of_a_step_counts_before_the_option() -> None:
@@ -118,32 +118,72 @@ def test_what_it_needs_of_the_cluster() -> None:
     assert Star().needs == Needs.FORECASTS
     assert Star(prediction=False).needs == Needs.LOADS
     seen = view([(5, 5)], [(1, 1)])
-    blind = type(seen)(
-        **{name: getattr(seen, name) for name in seen.__slots__} | {"forecast": None}
-    )
+    blind = replace(seen, forecast=None)
     assert isinstance(Star(prediction=False).plan(blind), Plan)
     with pytest.raises(ValueError, match="star needs forecasts"):
         Star().plan(blind)
 
 
+@given(views(), st.sampled_from([1, 4]), st.sampled_from([1, 4]), st.sampled_from([0.0, 5.0]))
+def test_the_moves_are_the_best_one_after_the_other(
+    seen: ClusterView, stride: int, moves: int, payback: float
+) -> None:
+    planner = Survival(
+        horizon=8,
+        stride=stride,
+        moves=moves,
+        payback=payback,
+        handshake_seconds=0.01,
+        bandwidth=1e9,
+    )
+    made, tried = planner.plan(seen), survival_moves(seen, planner)
+    gains = [move.gain for move in made.migrations]
+    assert gains == pytest.approx([gain for _, _, gain in tried], rel=1e-6, abs=1e-9)
+    assert made.reason
+
+
+def test_a_move_that_costs_more_than_it_brings_is_not_made() -> None:
+    seen = view([(101, 30), (5, 30)], [(99, 30)])
+    cheap = Survival(**FREE, horizon=4, theta=0.0).plan(seen)
+    dear = Survival(handshake_seconds=0.05, bandwidth=1e15, horizon=4, theta=0.0).plan(seen)
+    assert len(cheap.migrations) == 1
+    assert not dear.migrations
+    assert "pay for itself" in dear.reason
+
+
+def test_all_requests_above_the_mean_have_just_moved() -> None:
+    seen = replace(view([(90, 90), (90, 90)], [(1, 90)]), since_move=np.array([0, 2, 0]))
+    assert "within their pay-back" in Survival().plan(seen).reason
+
+
+def test_a_cluster_that_is_full_as_a_whole_may_be_left_alone() -> None:
+    seen = view([(50, 90), (30, 90)], [(1, 90)], capacity=200)  # 81 of 400 tokens
+    assert Survival(**FREE, horizon=4, crowded=0.21).plan(seen).migrations
+    made = Survival(**FREE, horizon=4, crowded=0.2).plan(seen)
+    assert not made.migrations
+    assert "20% of the cluster's KV capacity is taken" in made.reason
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "message"),
     [
-        ({"theta": -1}, "theta must be at least 0"),
-        ({"beta": 1.5}, "beta must be at least 0 and at most 1, not 1.5"),
-        ({"horizon": 0}, "horizon must be at least 1"),
-        ({"horizon": 10, "stride": 4}, "multiple of stride"),
-        ({"bandwidth": 0}, "bandwidth must be above 0"),
-        ({"memory_share": 1.2}, "memory_share"),
-        ({"underloaded": "all"}, "'below_mean' or 'paper', not 'all'"),
-        ({"handshake": 1}, "star has no option 'handshake'"),
+        ("star", {"theta": -1}, "theta must be at least 0"),
+        ("star", {"beta": 1.5}, "beta must be at least 0 and at most 1, not 1.5"),
+        ("star", {"horizon": 0}, "horizon must be at least 1"),
+        ("star", {"horizon": 10, "stride": 4}, "multiple of stride"),
+        ("star", {"bandwidth": 0}, "bandwidth must be above 0"),
+        ("star", {"memory_share": 1.2}, "memory_share"),
+        ("star", {"underloaded": "all"}, "'below_mean' or 'paper', not 'all'"),
+        ("star", {"handshake": 1}, "star has no option 'handshake'"),
+        ("star", {"profile": "none.yaml"}, r"none\.yaml: no profile"),
+        ("survival", {"payback": -1.0}, "payback must be at least 0"),
+        ("survival", {"load_share": 0.0}, "load_share"),
+        ("survival", {"crowded": 0.0}, "crowded must be above 0"),
+        ("survival", {"moves": 0}, "moves must be at least 1"),
+        ("survival", {"beta": 0.0}, "beta must be above 0"),
+        ("magic", {}, "no migration policy 'magic'; known: star, survival"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        create_migration_policy("star", **options)
-
-
-def test_an_unknown_planner_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no migration policy 'magic'; known: star, survival"):
-        create_migration_policy("magic")
+        create_migration_policy(name, **options)
