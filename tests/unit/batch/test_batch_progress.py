@@ -22,7 +22,6 @@ def test_equal_answers_at_a_steady_rate() -> None:
     for i in range(50):
         pace.answered(10, 2.0 * (i + 1))
     finish = pace.finish(50, 100.0)
-    assert finish is not None
     assert finish.expected == pytest.approx(100.0)
     half = 1.2816 * 100.0 * np.sqrt(1 / 50)
     assert (finish.soonest, finish.latest) == pytest.approx((100.0 - half, 100.0 + half))
@@ -34,7 +33,6 @@ def test_answers_of_earlier_runs_tell_lengths_but_no_rate() -> None:
     for i in range(5):
         pace.answered(1000, i + 1.0)
     finish = pace.finish(50, 5.0)
-    assert finish is not None
     assert finish.expected == pytest.approx(50.0)
 
 
@@ -43,8 +41,6 @@ def test_while_nothing_comes_the_end_recedes() -> None:
     for i in range(10):
         pace.answered(10, i + 1.0)
     now, later = pace.finish(10, 10.0), pace.finish(10, 20.0)
-    assert now is not None
-    assert later is not None
     assert later.expected == pytest.approx(2 * now.expected)
 
 
@@ -58,7 +54,6 @@ def test_four_of_five_batches_end_within_the_interval() -> None:
         for tokens, at in zip(lengths[: n // 3].tolist(), times.tolist(), strict=False):
             pace.answered(tokens, at)
         finish = pace.finish(n // 3, times[n // 3 - 1])
-        assert finish is not None
         held += finish.soonest <= times[-1] - times[n // 3 - 1] <= finish.latest
     assert 0.7 < held / batches < 0.92
 

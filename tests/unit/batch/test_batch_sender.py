@@ -1,4 +1,4 @@
-"""A batch against servers that are down, full, broken, or refuse."""
+"""A batch against servers that are down, full, broken, or refuse, and through the real proxy."""
 
 import asyncio
 import json
@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from chosen_ports import free_port
+from coordinated_cluster import Coordinated
+from scripted_cluster import cluster
+from tokenizers import Tokenizer
 
 from rescheduler.batch.batch import BatchSender, BatchStoppedError, batch, server_address
-from rescheduler.batch.batch_files import BatchFileError, BatchOutput, read_batch
+from rescheduler.batch.batch_files import SERVED, BatchFileError, BatchOutput, read_batch
 
 Answering = Callable[[dict[str, Any], int], Awaitable[web.StreamResponse]]
 """Answers a body that comes for the n-th time, from 0."""
@@ -154,14 +157,24 @@ async def test_what_is_refused_is_an_error_that_is_not_sent_again(tmp_path: Path
     assert texts(tmp_path) == {}
 
 
-@pytest.mark.parametrize("unreadable", [False, True])
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("how", "alone", "status"),
+    [
+        ("unreadable", False, 502),
+        ("unreadable", True, 502),
+        ("error", False, 500),
+        ("error", True, 500),
+        ("broken", False, 502),  # as where the server itself dies of it
+        ("closed", False, 502),
+    ],
+)
 async def test_a_request_that_breaks_the_server_is_given_up_in_the_end(
-    tmp_path: Path, unreadable: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: str, alone: bool, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five times while others are answered, or for long."""
     tries = 0
-    monkeypatch.setattr("rescheduler.batch.batch._OWN_FAULT_SECONDS", 0.3 if alone else 600.0)
+    if alone:
+        monkeypatch.setattr("rescheduler.batch.batch._OWN_FAULT_SECONDS", 0.3)
 
     async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
         nonlocal tries
@@ -169,15 +182,21 @@ async def test_a_request_that_breaks_the_server_is_given_up_in_the_end(
             await asyncio.sleep(0.02)
             return answered(body)
         tries += 1
-        if unreadable:
+        if how == "unreadable":
             return web.Response(body=b'{"choices": [{"text": "\xff"}]}')
-        return web.json_response({"error": {"message": "poisoned"}}, status=500)
+        if how == "error":
+            return web.json_response({"error": {"message": "poisoned"}}, status=500)
+        if how == "broken":
+            # Its body never comes.
+            return web.StreamResponse(headers={"Content-Length": "100"})
+        raise asyncio.CancelledError
 
     others = 2 if alone else 400
     async with server(answering) as url:
         assert await sent(asked(tmp_path, others + 1), url)
-    assert errors(tmp_path) == {"n-1": 502 if unreadable else 500}
-    assert alone or 5 <= tries <= 6
+    assert errors(tmp_path) == {"n-1": status}
+    # A break that may have come before it was sent does not count.
+    assert alone or 5 <= tries <= (10 if how in ("broken", "closed") else 6)
     assert len(texts(tmp_path)) == others
 
 
@@ -190,30 +209,6 @@ async def test_a_server_that_starts_for_long_loses_no_request(tmp_path: Path) ->
     async with server(answering) as url:
         assert await sent(asked(tmp_path, 3), url)
     assert (errors(tmp_path), len(texts(tmp_path))) == ({}, 3)
-
-
-@pytest.mark.parametrize("broken", [False, True])
-async def test_a_request_that_ends_its_connection_each_time_is_given_up(
-    tmp_path: Path, broken: bool
-) -> None:
-    """As it does where the server itself dies of it; one that cannot connect just waits."""
-    tries = 0
-
-    async def answering(body: dict[str, Any], n: int) -> web.StreamResponse:
-        nonlocal tries
-        if body["prompt"] != "1":
-            await asyncio.sleep(0.02)
-            return answered(body)
-        tries += 1
-        if broken:
-            # Its body never comes.
-            return web.StreamResponse(headers={"Content-Length": "100"})
-        raise asyncio.CancelledError
-
-    async with server(answering) as url:
-        assert await sent(asked(tmp_path, 401), url)
-    assert errors(tmp_path) == {"n-1": 502}
-    assert 5 <= tries <= 10, "a break that may have come before it was sent does not count"
 
 
 LOST = {"error": {"message": "two engines", "type": "UnprocessableEntityError", "code": 422}}
@@ -490,3 +485,53 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(BatchFileError, match=r"x\.jsonl:1: "):
         batch(path)
     assert not (tmp_path / "x.results.jsonl").exists()
+
+
+async def sent_through(
+    folder: Path, url: str, *lines: tuple[str, dict[str, Any]]
+) -> tuple[list[str], dict[str, int]]:
+    """Send a body to each endpoint; what has an answer, and the status of each error."""
+    path = folder / "x.jsonl"
+    asked = [
+        {"custom_id": f"{i} {url}", "method": "POST", "url": url, "body": body}
+        for i, (url, body) in enumerate(lines)
+    ]
+    path.write_text("\n".join(map(json.dumps, asked)))
+    assert await sent(path, url, 20.0)
+    found = (folder / "x.results.jsonl").read_text().splitlines()
+    return sorted(json.loads(one)["custom_id"] for one in found), errors(folder)
+
+
+async def test_every_endpoint_that_the_proxy_forwards_is_served(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    body = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+    async with cluster(tokenizer) as it:
+        answered, errors = await sent_through(
+            tmp_path, it.url, *((url, body | {"max_tokens": 2}) for url in SERVED)
+        )
+    assert errors == {}
+    assert answered == sorted(f"{i} {url}" for i, url in enumerate(SERVED))
+
+
+async def test_the_proxy_says_how_large_a_line_may_be(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    small = {"model": "m", "prompt": "Hi", "max_tokens": 2}
+    large = {"model": "m", "prompt": "x" * (9 << 20)}
+    async with cluster(tokenizer, largest_body_mb=8) as it:
+        lines = ("/v1/completions", large), ("/v1/completions", small)
+        answered, errors = await sent_through(tmp_path, it.url, *lines)
+    assert (answered, errors) == (["1 /v1/completions"], {"0 /v1/completions": 413})
+
+
+async def test_behind_a_coordinator_the_tier_of_the_batch_is_no_error_of_its_requests(
+    many: Coordinated, tmp_path: Path
+) -> None:
+    body = {"model": "m", "prompt": "Hi", "max_tokens": 2}
+    with pytest.raises(BatchStoppedError) as raised:
+        await sent_through(tmp_path, many.proxies[0].url, *[("/v1/completions", body)] * 3)
+    assert "serves no background requests" in str(raised.value)
+    assert 'give each body "service_tier": "default"' in str(raised.value)
+    assert (tmp_path / "x.errors.jsonl").read_bytes() == b""
+    lines = [("/v1/completions", body | {"service_tier": "default"})] * 3
+    answered, errors = await sent_through(tmp_path, many.proxies[0].url, *lines)
+    assert (len(answered), errors) == (3, {})

@@ -1,5 +1,6 @@
-"""Answers are kept through whatever ends the program, and each of them once."""
+"""The files of a batch: which are taken, and that answers are kept, each of them once."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from rescheduler.batch.batch_files import (
+    SERVED,
     Answer,
     Batch,
     BatchFileError,
@@ -22,15 +24,153 @@ from rescheduler.batch.batch_files import (
     read_batch,
     result_path,
 )
+from rescheduler.engines.deployment import ProxyOptions
+
+
+def line(custom_id: str = "a", **changes: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": "One", "max_tokens": 5}
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": body,
+    } | changes
+
+
+def joined(*lines: Any) -> bytes:
+    return b"\n".join(one if isinstance(one, bytes) else json.dumps(one).encode() for one in lines)
+
+
+def written(folder: Path, *lines: Any) -> Path:
+    path = folder / "asked.jsonl"
+    path.write_bytes(joined(*lines))
+    return path
+
+
+def test_requests_are_sent_as_they_are_and_in_the_background(tmp_path: Path) -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "Hé\n"}], "seed": 2**60}
+    default = {"prompt": "x", "service_tier": "default"}
+    chat["service_tier"] = None
+    path = written(
+        tmp_path,
+        line("a"),
+        b"",
+        line("b", url="/v1/chat/completions", body=chat),
+        line("c", body=default),
+    )
+    batch = read_batch(path)
+    assert [(one.custom_id, one.number) for one in batch.requests] == [("a", 1), ("b", 3), ("c", 4)]
+    url, body = batch.read(batch.requests[1])
+    assert url == "/v1/chat/completions"
+    assert json.loads(body) == chat | {"service_tier": "flex"}
+    assert json.loads(batch.read(batch.requests[2])[1]) == default
+
+
+WRONG: list[tuple[Any, str]] = [
+    (b"{", "asked.jsonl:2: no JSON object: "),
+    (b"[1]", "asked.jsonl:2: Expected `object`, got `array`"),
+    (b'{"custom_id": "\xff"}', "asked.jsonl:2: "),
+    (b"[" * 100_000, "asked.jsonl:2: "),
+    (line("a"), "asked.jsonl:2: custom_id 'a' is also that of line 1"),
+    (line("b", method="GET"), "asked.jsonl:2: Invalid enum value 'GET' - at `$.method`"),
+    (
+        line("b", url="/v1/fine_tuning"),
+        "asked.jsonl:2: url '/v1/fine_tuning' is not served: /v1/chat/completions, "
+        "/v1/completions, /v1/chat/completions/batch, /v1/responses, ",
+    ),
+    (line(""), r"asked.jsonl:2: Expected `str` of length >= 1 - at `$.custom_id`"),
+    (line("b", body=3), "asked.jsonl:2: Expected `object`, got `int` - at `$.body`"),
+    (line("b", body={"stream": True}), "asked.jsonl:2: `stream`: a batch has whole answers"),
+    (line("b", body={"background": True}), "asked.jsonl:2: `background`: a batch has whole"),
+    ({"custom_id": "b"}, "asked.jsonl:2: Object missing required field `method`"),
+]
+"""Second lines of three."""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((joined(line("a"), wrong, line("z")), message) for wrong, message in WRONG),
+        (gzip.compress(b'{"custom_id": "a"'.ljust(5000), mtime=0)[:-9], "the gzip file is not whole"),
+        (b"\x1f\x8bnonsense", "the gzip file is not whole"),
+        (b"PK\x03\x04", "asked.jsonl: a zip archive; unpack it"),
+        (json.dumps(line()).encode("utf-16"), "asked.jsonl: UTF-16 text; save it as UTF-8"),
+        (b"\n\n", "it has no requests"),
+    ],
+)
+def test_what_is_no_batch_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "asked.jsonl").write_bytes(content)
+    with pytest.raises(BatchFileError) as raised:
+        read_batch(tmp_path / "asked.jsonl")
+    assert message in str(raised.value)
+    assert str(raised.value).startswith(str(tmp_path / "asked.jsonl"))
+
+
+def test_every_endpoint_that_the_proxy_forwards_is_taken(tmp_path: Path) -> None:
+    lines = [line(url, url=url, body={"input": "Hi"}) for url in SERVED]
+    batch = read_batch(written(tmp_path, *lines))
+    assert [batch.read(request)[0] for request in batch.requests] == list(SERVED)
+    assert {"/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/responses"} < set(SERVED)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_byte_order_marks_and_gzip_are_read(tmp_path: Path, packed: bool) -> None:
+    lines = [json.dumps(line(name, body={"prompt": f"{name} é"})).encode() for name in "abc"]
+    mark = b"\xef\xbb\xbf"
+    text = mark + lines[0] + b"\r\n\n" + mark + lines[1] + b"\n" + lines[2]
+    path = tmp_path / ("asked.jsonl.gz" if packed else "asked.jsonl")
+    path.write_bytes(gzip.compress(text) if packed else text)
+    batch = read_batch(path)
+    assert [(one.custom_id, one.number) for one in batch.requests] == [("a", 1), ("b", 3), ("c", 4)]
+    asked = [json.loads(batch.read(request)[1])["prompt"] for request in batch.requests]
+    assert asked == ["a é", "b é", "c é"]
+    plain = tmp_path / "plain.jsonl"
+    plain.write_bytes(text.replace(mark, b""))
+    again = read_batch(plain)
+    assert [one.digest for one in again.requests] == [one.digest for one in batch.requests]
+    assert batch.requests[0].digest == hashlib.sha256(lines[0]).digest(), "as `sha256sum` says"
+
+
+def test_a_line_may_be_as_large_as_a_proxy_s_bodies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (ProxyOptions().largest_body_mb << 20) + 1000
+    batch = read_batch(written(tmp_path, line(body={"prompt": "x" * size})))
+    assert len(batch.read(batch.requests[0])[1]) > size
+    monkeypatch.setattr("rescheduler.batch.batch_files.LARGEST_LINE", 1 << 20)
+    with pytest.raises(BatchFileError, match=r"jsonl:1: (it has more than|a line of over) 1 MiB"):
+        read_batch(tmp_path / "asked.jsonl")
+
+
+def test_ten_mistakes_are_named_at_once(tmp_path: Path) -> None:
+    path = written(tmp_path, *[line("a") for _ in range(20)])
+    with pytest.raises(BatchFileError) as raised:
+        read_batch(path)
+    said = str(raised.value).splitlines()
+    assert len(said) == 11
+    assert said[9].startswith(f"{path}:11: ")
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.jsonl")
+    with pytest.raises(BatchFileError, match="is not a regular file"):
+        read_batch(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("last", [line("d"), line("b", body={"prompt": "another"})])
+def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, last: Any) -> None:
+    path = written(tmp_path, line("a"), line("b"))
+    batch = read_batch(path)
+    written(tmp_path, line("c"), last)
+    with pytest.raises(BatchFileError, match=":2: the file has been changed meanwhile"):
+        batch.read(batch.requests[1])
+
 
 NAMES = [f"n-{i}" for i in range(6)]
 
 
 def batch_of(folder: Path, names: list[str] = NAMES, prompt: str = "x") -> Batch:
-    path = folder / "asked.jsonl"
-    asked = {"method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
-    path.write_text("".join(json.dumps({"custom_id": name, **asked}) + "\n" for name in names))
-    return read_batch(path)
+    return read_batch(written(folder, *(line(name, body={"prompt": prompt}) for name in names)))
 
 
 def answer(tokens: int) -> Answer:
@@ -234,30 +374,6 @@ def test_an_input_that_has_grown_goes_on_and_one_that_has_changed_does_not(
         BatchOutput(batch_of(tmp_path, NAMES[1:]), out)
 
 
-def test_answers_without_a_digest_are_refused(tmp_path: Path) -> None:
-    """As earlier versions and other programs wrote them."""
-    out = answered(tmp_path)
-    line = lines(out)[0]
-    del line["request_sha256"]
-    out.write_text(json.dumps(line) + "\n")
-    with pytest.raises(BatchFileError) as raised:
-        BatchOutput(batch_of(tmp_path), out)
-    assert (
-        "out.results.jsonl:1: 'n-0' has no `request_sha256` that says which request it answers; "
-        "give another --out, or remove "
-    ) in str(raised.value)
-
-
-def test_errors_are_not_taken_for_answers(tmp_path: Path) -> None:
-    out = answered(tmp_path)
-    errors = error_path(out)
-    first, second = out.read_bytes(), errors.read_bytes()
-    out.write_bytes(second)
-    errors.write_bytes(first)
-    with pytest.raises(BatchFileError, match="'n-1' belongs to the file of errors, not of answers"):
-        BatchOutput(batch_of(tmp_path), out)
-
-
 def test_a_line_that_is_cut_within_its_name_is_cut_off(tmp_path: Path) -> None:
     out = answered(tmp_path)
     out.write_bytes(out.read_bytes() + b'{"id":"batch')
@@ -282,35 +398,42 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, kind: str) -> None:
         BatchOutput(batch_of(tmp_path), out)
 
 
+def kept(**changes: Any) -> bytes:
+    """A line of the output: an answer to the first request."""
+    digest = hashlib.sha256(json.dumps(line("n-0", body={"prompt": "x"})).encode()).hexdigest()
+    whole = {"custom_id": "n-0", "request_sha256": digest, "response": {"status_code": 200}}
+    return json.dumps(whole | changes).encode() + b"\n"
+
+
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("content", "message"),
     [
-        (b'{"custom_id": "other", "response": {}}\n', "out.jsonl:1: 'other' is not in the input"),
+        (kept(custom_id="other"), "out.jsonl:1: 'other' is not in the input"),
         (b"hello\nyou", "out.jsonl:1: not an answer of `headway batch`"),
         (b'{"precious": 1}', "out.jsonl:1: no line of `headway batch`"),
+        (kept(request_sha256=3), "out.jsonl:1: not an answer of `headway batch`"),
         (
-            b'{"custom_id": "n-0", "request_sha256": 3, "response": {}}\n',
-            "out.jsonl:1: not an answer of `headway batch`",
+            b'{"custom_id": "n-0", "response": {}}\n',  # as earlier versions wrote them
+            "out.jsonl:1: 'n-0' has no `request_sha256` that says which request it answers; "
+            "give another --out, or remove ",
+        ),
+        (2 * kept(), "out.jsonl:2: 'n-0' is twice"),
+        (
+            kept(response={"status_code": 400}),
+            "'n-0' belongs to the file of errors, not of answers",
         ),
     ],
 )
 def test_a_file_with_something_else_is_left_as_it_is(
-    tmp_path: Path, line: bytes, message: str
+    tmp_path: Path, content: bytes, message: str
 ) -> None:
     batch, out = batch_of(tmp_path), tmp_path / "out.jsonl"
-    out.write_bytes(line)
+    out.write_bytes(content)
     for _ in range(2):
         with pytest.raises(BatchFileError) as raised:
             BatchOutput(batch, out)
         assert message in str(raised.value)
-        assert out.read_bytes() == line
-
-
-def test_an_answer_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    out = answered(tmp_path)
-    out.write_bytes(2 * out.read_bytes())
-    with pytest.raises(BatchFileError, match=r"out\.results\.jsonl:2: 'n-0' is twice"):
-        BatchOutput(batch_of(tmp_path), out)
+        assert out.read_bytes() == content
 
 
 def test_the_input_is_never_overwritten(tmp_path: Path) -> None:
