@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from command_for import command_for
+from checked_commands import command_for, exit_status
 from fuzzing import changed, damaged_bytes, damaged_frames, damaged_yaml, fuzzed, json_text, structs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +33,6 @@ from predictor.training.row_table import load_rows
 from rescheduler.batch.batch_files import read_batch
 from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.commands import command_parser
-from rescheduler.commands.command_line import main
 from rescheduler.coordination import messages as coordination
 from rescheduler.emulation.emulate_options import (
     EMULATE_SECTION,
@@ -241,7 +240,9 @@ def read_whole(path: Path) -> object:
 
 def read_whole_batch(path: Path) -> object:
     batch = read_batch(path)
-    return [batch.read(request) for request in batch.requests]
+    read = [batch.read(request) for request in batch.requests]
+    assert all(b"service_tier" in body for _, body in read)
+    return read
 
 
 def steps_and_engine(folder: Path) -> object:
@@ -342,10 +343,7 @@ def test_a_command_reads_or_refuses_its_configuration(
     path = tmp_path_factory.getbasetemp() / "config.yaml"
     path.write_bytes(data.draw(damaged_yaml(config.read_text())))
     capsys.readouterr()
-    try:
-        status = main([*command_for(config), "--config", str(path), "--print_config"])
-    except SystemExit as exit:
-        status = int(exit.code or 0)
+    status = exit_status(*command_for(config), "--config", path, "--print_config")
     reported = capsys.readouterr().err
     assert status in (0, 1, 2)
     assert "Traceback" not in reported and len(reported.splitlines()) < 20

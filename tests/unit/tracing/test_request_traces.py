@@ -1,19 +1,44 @@
 """What a collector gets of requests through the proxy, and what the engines are told."""
 
 import asyncio
+import socket
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 from collector import Collected, Collector, grpc_collector, http_collector
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from rescheduler.engines.deployment import TraceOptions
+from rescheduler.cluster.cluster_view import Assignment, ClusterView
+from rescheduler.engines.deployment import DeploymentError, Instance, ProxyOptions, TraceOptions
+from rescheduler.openai.openai_request import COMPLETIONS
+from rescheduler.openai.request_reader import read_request
+from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placeable import Placements
+from rescheduler.routing.heuristics import JSQ
+from rescheduler.routing.policy import RoutingPolicy
+from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.tracing.exporter import otlp_provider
+from rescheduler.tracing.span import RequestTracer, create_tracer
+
+
+@pytest.fixture(autouse=True)
+def sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans are sent soon, and however long that takes on a busy machine."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "120")
+
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SERVER, CLIENT = 2, 3
@@ -301,3 +326,143 @@ async def test_a_share_of_the_requests_is_traced(tokenizer: Tokenizer) -> None:
             flags = [h["traceparent"][-2:] for h in it.engines["prefill-0"].headers]
         await all_of(collector, flags.count("01"))
         assert len(collector.named("request")) == flags.count("01")
+
+
+ASKED = read_request(COMPLETIONS, b'{"model": "m", "prompt": "a"}')
+TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+
+
+class Broken(JSQ):
+    def assign(self, view: ClusterView) -> Assignment:
+        raise RuntimeError("broken")
+
+
+async def said_of_a_place(policy: RoutingPolicy | None) -> Mapping[str, Any]:
+    """The attributes of a placement on one of two instances, the first of which runs a request."""
+    exporter = InMemorySpanExporter()
+    traces = TraceOptions(endpoint="http://127.0.0.1:1", sample=1.0)
+    tracer = RequestTracer(traces, otlp_provider(exporter), exporter)
+    options, placements = ProxyOptions(), Placements[LiveRequest]()
+    states = [
+        InstanceState(Instance(name, "decode", f"http://{name}:1"), options, None) for name in "ab"
+    ]
+    other, request = (
+        LiveRequest(name, name, ASKED, {}, 0.0, TOKENIZER, placements) for name in ("r", "s")
+    )
+    other.place(states[0])
+    request.trace, _ = tracer.begin(ASKED, "s", {})
+    if policy is None:
+        request.place(states[1])
+    else:
+        clock = asyncio.get_running_loop().time
+        dispatcher = Dispatcher(placements, states, policy, options, MeanStepTime(), clock)
+        assert await dispatcher.place(request) is states[1]
+    await until(lambda: bool(exporter.get_finished_spans()))
+    (span,) = exporter.get_finished_spans()
+    assert span.name == "place"
+    await tracer.close()
+    return dict(span.attributes or {})
+
+
+@pytest.mark.parametrize(("policy", "decided"), [(JSQ(), "jsq"), (Broken(), "jsq_load")])
+async def test_a_decision_names_who_decided_and_what_it_saw(
+    policy: RoutingPolicy, decided: str
+) -> None:
+    said = await said_of_a_place(policy)
+    assert said == {
+        "headway.instance": "b",
+        "headway.policy": decided,
+        "headway.waiting": 1,
+        "headway.instances": ("a", "b"),
+        "headway.requests": (1, 0),
+        "headway.kv_tokens": (max(1, ASKED.size // 4), 0),
+    }
+
+
+async def test_of_a_coordinator_s_decision_only_the_place_is_known() -> None:
+    said = await said_of_a_place(None)
+    assert said == {"headway.instance": "b", "headway.policy": "coordinator"}
+
+
+PATHS = pytest.mark.parametrize("path", ["", "/v1/traces"], ids=["grpc", "http"])
+
+
+@contextmanager
+def silent(listens: bool) -> Iterator[str]:
+    """An address that refuses connections, or takes them and never answers."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        if listens:
+            holder.listen()
+        yield f"http://127.0.0.1:{holder.getsockname()[1]}"
+
+
+SENDS = """
+import sys
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from rescheduler.commands.event_loop import log_serving
+from rescheduler.engines.deployment import TraceOptions
+from rescheduler.tracing.exporter import ReportedExporter
+
+log_serving(verbose=True)
+options = TraceOptions(endpoint=sys.argv[1])
+provider = TracerProvider(shutdown_on_exit=False)
+provider.add_span_processor(SimpleSpanProcessor(ReportedExporter(options)))
+for _ in range(3):
+    provider.get_tracer("test").start_span("a").end()
+provider.shutdown()
+"""
+
+
+@PATHS
+def test_a_dead_collector_is_one_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with silent(listens=False) as url:
+        command = [sys.executable, "-c", SENDS, url + path]
+        found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    (line,) = found.stderr.splitlines()
+    assert f"traces: {url}{path} takes none, so they are lost: " in line
+
+
+@pytest.mark.parametrize("room", [pytest.param(4, marks=pytest.mark.slow), 2048])
+@PATHS
+async def test_requests_are_served_and_the_proxy_ends_though_no_collector_answers(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, room: int
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")  # what waits for it never ends
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", str(room))
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
+    with silent(listens=True) as url:
+        traces = TraceOptions(endpoint=url + path, sample=1.0)
+        async with cluster(tokenizer, traces=traces) as it:
+            streams = (it.stream({"prompt": PROMPT, "max_tokens": 5}) for _ in range(10))
+            for chunks in await asyncio.gather(*streams):
+                assert tokens_of(chunks) == it.expected(5)
+
+
+async def test_without_traces_a_client_s_headers_go_to_the_engines_as_they_are(
+    tokenizer: Tokenizer,
+) -> None:
+    client = {"traceparent": "anything", "tracestate": "at all"}
+    async with cluster(tokenizer) as it:
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": 2}
+        async with it.session.post(it.url + "/v1/completions", json=body, headers=client) as got:
+            assert got.status == 200
+        for engine in it.engines.values():
+            for headers in engine.headers:
+                assert {name: headers[name] for name in client} == client
+
+
+def test_what_opentelemetry_finds_fault_with_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "tar")
+    with pytest.raises(DeploymentError, match=r"proxy.traces: .*tar.*OTEL_EXPORTER_OTLP_COMP"):
+        create_tracer(TraceOptions(endpoint="http://127.0.0.1:4317"))
+
+
+def test_the_sdk_s_own_switch_turns_traces_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert create_tracer(TraceOptions(endpoint="http://127.0.0.1:4317", sample=1.0)) is None
