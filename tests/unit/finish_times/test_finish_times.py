@@ -1,15 +1,20 @@
 """Finish times of a fleet in virtual time: they hold, and promises are kept."""
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from virtual_fleet import Fleet, VirtualRequest, VirtualRun
 
+from predictor.forecasts.forecast import PointForecast
 from rescheduler.emulation.emulate_options import AnswerLengths, StepSeconds
-from rescheduler.finish_times.finish_times import Observed
+from rescheduler.finish_times.finish_times import Calibration, Interval, Observed
 from rescheduler.finish_times.fleet_load import PoolLoad, wanted_instances
 from rescheduler.finish_times.lengths import Arrivals, FirstTokens, LatelyEnded, Pace
+from rescheduler.finish_times.load_ahead import ANYWHERE, STEPS, LoadAhead, Queue, load_ahead
 from rescheduler.finish_times.promises import Promises
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -244,3 +249,219 @@ def test_arrivals_are_counted_over_the_last_minute() -> None:
     assert arrivals.rate(300.0) == pytest.approx(2.0, rel=0.05)
     assert arrivals.prompt_tokens == pytest.approx(40)
     assert arrivals.rate(900.0) < 0.01
+
+
+TOLD = Interval(5.0, 10.0, 20.0)
+seconds = st.floats(1e-3, 1e6)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tried(
+    calibration: Calibration, clock: Clock, expected: Interval, actual: float
+) -> tuple[bool, bool]:
+    """Forecast something that comes at once; return whether it was below and above."""
+    told = calibration.interval(expected)
+    trial = calibration.begin(expected, told)
+    clock.now += 1.0
+    calibration.came(trial, actual)
+    return actual < told.low, actual > told.high
+
+
+def test_without_outcomes_intervals_stay_as_they_are() -> None:
+    calibration = Calibration(Clock())
+    assert not calibration.learned
+    for told, meant in zip(calibration.interval(TOLD), TOLD, strict=True):
+        assert told == pytest.approx(meant, rel=0.1)
+    assert calibration.probability(TOLD, 10.0) == pytest.approx(0.5, abs=0.05)
+    assert calibration.probability(TOLD, 20.0) == pytest.approx(0.9, abs=0.05)
+
+
+@pytest.mark.parametrize(("scale", "spread"), [(1.0, 0.5), (3.0, 0.5), (0.3, 1.5), (1.0, 0.05)])
+def test_whatever_the_errors_are_8_of_10_come_to_be_within(scale: float, spread: float) -> None:
+    generator, clock = np.random.default_rng(1), Clock()
+    calibration = Calibration(clock)
+    outside = [
+        tried(calibration, clock, TOLD, float(10 * scale * np.exp(spread * generator.normal())))
+        for _ in range(1_500)
+    ]
+    early, late = np.mean(outside[500:], axis=0)
+    assert early == pytest.approx(0.1, abs=0.03)
+    assert late == pytest.approx(0.1, abs=0.03)
+    actual = 10 * scale * np.exp(spread * generator.normal(size=2_000))
+    within = 10 * scale * np.exp(spread * 1.2816)
+    assert calibration.probability(TOLD, float(within)) == pytest.approx(0.9, abs=0.04)
+    promised = calibration.quantile(TOLD, 0.95)
+    assert np.mean(actual <= promised) == pytest.approx(0.95, abs=0.03)
+
+
+def test_what_still_runs_counts_for_the_time_that_it_has_taken() -> None:
+    """Half of the requests take 100 times as long, and are not over when the others are."""
+    clock = Clock()
+    calibration = Calibration(clock)
+    short = [calibration.begin(TOLD, TOLD) for _ in range(100)]
+    for _ in range(100):
+        calibration.begin(TOLD, TOLD)
+    clock.now = 10.0
+    for trial in short:
+        calibration.came(trial, 10.0)
+    clock.now = 500.0
+    assert calibration.probability(TOLD, 11.0) == pytest.approx(0.5, abs=0.05)
+    assert calibration.quantile(TOLD, 0.9) >= 20.0, "not 10 s, as of all that ended"
+
+
+def test_of_forecasts_that_nothing_came_of_nothing_is_learnt() -> None:
+    clock = Clock()
+    calibration = Calibration(clock)
+    before = calibration.interval(TOLD)
+    for _ in range(50):
+        calibration.drop(calibration.begin(TOLD, TOLD))
+    clock.now = 1_000.0
+    assert calibration.interval(TOLD) == before
+
+
+def test_what_was_late_and_then_refused_leaves_no_trace() -> None:
+    clock = Clock()
+    calibration = Calibration(clock)
+    before = calibration.interval(TOLD)
+    trials = [calibration.begin(TOLD, TOLD) for _ in range(20)]
+    clock.now = 100.0
+    assert calibration.interval(TOLD).high > before.high, "it is late"
+    for trial in trials:
+        calibration.drop(trial, unlearn=True)
+    clock.now = 101.0
+    assert calibration.interval(TOLD) == pytest.approx(before)
+
+
+def test_ten_thousand_awaited_forecasts_are_not_kept() -> None:
+    calibration = Calibration(Clock())
+    for _ in range(10_000):
+        calibration.begin(TOLD, TOLD)
+    assert len(calibration._trials) <= 2_000
+    assert calibration.quantile(TOLD, 0.5) > 0
+
+
+@given(bounds=st.tuples(seconds, seconds, seconds), actual=st.lists(seconds, max_size=60))
+def test_intervals_are_in_order_and_agree_with_probabilities(
+    bounds: tuple[float, float, float], actual: list[float]
+) -> None:
+    expected, clock = Interval(*sorted(bounds)), Clock()
+    calibration = Calibration(clock)
+    for one in actual:
+        tried(calibration, clock, expected, one)
+    told = calibration.interval(expected)
+    assert 0 < told.low <= told.median <= told.high
+    levels = [calibration.probability(expected, most) for most in (0.0, *told, 1e9)]
+    assert levels == sorted(levels)
+    assert levels[0] == 0.0 and levels[-1] <= 1.0
+
+
+def integers(values: list[int]) -> Any:
+    return np.array(values, dtype=np.int64)
+
+
+def ahead(
+    left: list[int],
+    context: list[int],
+    waiting: list[tuple[int, int]],
+    slots: int = 2,
+    capacity: int = 10_000,
+    instance: list[int] | None = None,
+    fixed: list[int] | None = None,
+    n_instances: int = 1,
+) -> LoadAhead:
+    """The load of requests that end after so many tokens for certain."""
+    queue = PointForecast.new([float(length) for length, _ in waiting])
+    return load_ahead(
+        PointForecast.new([float(tokens) for tokens in left]),
+        integers(instance or [0] * len(left)),
+        integers(context),
+        integers([slots] * n_instances),
+        integers([capacity] * n_instances),
+        Queue(
+            queue.at(STEPS) if waiting else np.empty((0, len(STEPS))),
+            integers([prompt for _, prompt in waiting]),
+            integers(fixed or [ANYWHERE] * len(waiting)),
+        ),
+    )
+
+
+def test_a_free_place_is_taken_at_once() -> None:
+    found = ahead([50], [10], [(20, 100)])
+    assert found.start.tolist() == [0.0]
+    assert found.instance.tolist() == [0]
+
+
+def test_a_place_is_free_when_the_first_request_ends() -> None:
+    found = ahead([50, 200], [10, 10], [(20, 100), (20, 100)])
+    step = STEPS[np.searchsorted(STEPS, 50)] - STEPS[np.searchsorted(STEPS, 50) - 1]
+    first, second = found.start.tolist()
+    assert first == pytest.approx(50, abs=step)
+    assert second == pytest.approx(first + 20, abs=2 * step), "after the first of those that wait"
+
+
+def test_memory_is_waited_for_as_places_are() -> None:
+    found = ahead([100], [800], [(20, 300)], slots=16, capacity=1_000)
+    assert found.start[0] == pytest.approx(100, abs=20)
+    alone = ahead([], [], [(20, 5_000)], slots=16, capacity=1_000)
+    assert alone.start.tolist() == [0.0], "whether it ever fits, the engine says"
+
+
+def test_what_waits_on_an_instance_waits_for_that_one() -> None:
+    found = ahead([80, 80], [10, 10], [(5, 10), (5, 10)], 2, 10_000, [0, 0], [0, 1], 2)
+    assert found.start[1] == 0.0
+    assert found.start[0] > 50
+    assert found.instance.tolist() == [0, 1]
+
+
+def test_what_no_instance_has_room_for_never_starts() -> None:
+    found = ahead([], [], [(20, 10)], slots=0)
+    assert found.start.tolist() == [np.inf]
+    assert found.instance.tolist() == [ANYWHERE]
+    assert found.next_start(10) == np.inf
+
+
+def test_one_more_counts_for_the_next() -> None:
+    found = ahead([50, 60], [10, 10], [], slots=2)
+    curve = PointForecast.new([30.0]).at(STEPS)[0]
+    first = found.next_start(10)
+    found = found.with_one_more(curve, 10)
+    second = found.next_start(10)
+    found = found.with_one_more(curve, 10)
+    assert first <= second < found.next_start(10)
+    assert found.start.tolist() == [first, second]
+
+
+def test_drained_when_the_last_one_ends() -> None:
+    found = ahead([50, 300], [10, 10], [(9_999, 10)])
+    assert found.drained[0] == pytest.approx(300, abs=40), "what waits does not count"
+    assert ahead([], [], []).drained.tolist() == [0.0]
+
+
+def test_tokens_grow_until_requests_end() -> None:
+    found = ahead([100], [40], [])
+    assert float(found.at(0.0)[2, 0]) == 40
+    assert float(found.at(7.0)[2, 0]) == 47
+    assert float(found.at(5_000.0)[2, 0]) == 0
+
+
+@given(
+    left=st.lists(st.integers(1, 3_000), max_size=6),
+    waiting=st.lists(st.tuples(st.integers(1, 3_000), st.integers(1, 500)), max_size=8),
+    slots=st.integers(1, 4),
+)
+def test_no_more_run_than_there_are_slots(
+    left: list[int], waiting: list[tuple[int, int]], slots: int
+) -> None:
+    left = left[:slots]
+    found = ahead(left, [10] * len(left), waiting, slots=slots)
+    assert (found.load[0] <= slots + 1e-6).all()
+    assert (found.load[0] >= -1e-9).all() and (found.load[3] >= -1e-6).all()
+    starts = found.start[np.isfinite(found.start)]
+    assert (np.diff(starts) >= -1e-6).all(), "alike in memory, they start in their order"
+    assert found.next_start(10) >= starts.max(initial=0.0)
