@@ -19,11 +19,10 @@ from predictor.models.hidden_state_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
 from rescheduler.monitoring.finished_log import FinishedLog, read_finished_log
 from rescheduler.monitoring.forecast_quality import (
-    ForecastFigures,
     ForecastMetrics,
     ForecastQuality,
     ForecastScores,
-    ScoredRequest,
+    LastHour,
     score,
 )
 from rescheduler.monitoring.recalibrate import recalibrate
@@ -81,21 +80,9 @@ def quality_of(requests: list[FinishedForecasts]) -> ForecastQuality:
     return quality
 
 
-def scored_of(request: FinishedForecasts) -> ScoredRequest:
-    scored = score(request)
-    assert scored is not None
-    return scored
-
-
-def figures_of(quality: ForecastQuality) -> ForecastFigures:
-    figures = quality.figures()
-    assert figures is not None
-    return figures
-
-
 def test_calibrated_forecasts_cover_what_they_say() -> None:
     quality = quality_of(finished_requests(500))
-    figures = figures_of(quality)
+    figures = quality.figures()
     for level, share in figures.coverage().items():
         assert share == pytest.approx(level / 100, abs=0.05)
     assert quality.alarm() is None
@@ -106,19 +93,18 @@ def test_calibrated_forecasts_cover_what_they_say() -> None:
 def test_a_shift_raises_the_alarm_and_says_what_to_do(wrong_by: float) -> None:
     quality = quality_of(finished_requests(49, wrong_by))
     assert quality.alarm() is None  # too few
-    quality.add(scored_of(finished_requests(1, wrong_by, seed=7)[0]).figures())
+    quality.add(score(finished_requests(1, wrong_by, seed=7)[0]).figures())
     alarm = quality.alarm()
-    assert alarm is not None
     assert "headway evaluate recalibrate" in alarm
     assert "too narrow" in alarm
-    bias = figures_of(quality).bias_by_age()
+    bias = quality.figures().bias_by_age()
     assert all((tokens > 0) == (wrong_by > 1) for tokens in bias.values())
 
 
 def test_the_figures_are_of_the_window() -> None:
     last = finished_requests(500, seed=3)
     quality = quality_of([*finished_requests(200, wrong_by=5.0), *last])
-    figures, fresh = figures_of(quality), figures_of(quality_of(last))
+    figures, fresh = quality.figures(), quality_of(last).figures()
     assert figures.coverage() == fresh.coverage()
     assert figures.mae() == fresh.mae()
     assert (quality.scored, figures.requests) == (700, 500)
@@ -129,11 +115,11 @@ def test_errors_are_of_the_capped_median_by_age() -> None:
     event = FinishedEvent("a", "stop", 9, 150, 200)
     forecasts = [KeptForecast(0, 200, coded), KeptForecast(130, 70, coded)]
     request = FinishedForecasts(InstanceKey("e", 0), "m", "", event, (0, 100, 1000), forecasts)
-    quality, scored = quality_of([request]), scored_of(request)
+    quality, scored = quality_of([request]), score(request)
     np.testing.assert_allclose(scored.medians, [100, 70], atol=0.1)  # the second is capped
     np.testing.assert_allclose(scored.remaining, [150, 20])
     np.testing.assert_allclose(scored.levels, [0.5 + 0.5 * 49.5 / 900, 0.5 * 0.195], atol=1e-4)
-    figures = figures_of(quality)
+    figures = quality.figures()
     assert figures.bias_by_age() == pytest.approx({"0": -50, "128-511": 50}, abs=0.1)
     assert figures.mae() == pytest.approx(50, abs=0.1)
 
@@ -171,7 +157,7 @@ def test_the_log_is_read_as_it_was_written(tmp_path: Path) -> None:
         )
         assert logged.generated == list(range(0, request.event.total_tokens, K))
         assert logged.cut == (logged.finish_reason == "length")
-        scored = scored_of(request)
+        scored = score(request)
         np.testing.assert_allclose(logged.levels, scored.levels, atol=1e-6)
         np.testing.assert_allclose(logged.medians, scored.medians, atol=0.051)
 
@@ -231,7 +217,7 @@ def survival_checkpoint(folder: Path) -> Path:
 def coverage_80_of(recalibration: Recalibration, wrong_by: float) -> float:
     """Return the coverage on requests that nothing was fitted to."""
     fresh = finished_requests(500, wrong_by, seed=99, served_with=recalibration)
-    return figures_of(quality_of(fresh)).coverage()[80]
+    return quality_of(fresh).figures().coverage()[80]
 
 
 def test_recalibrating_mends_the_coverage(
@@ -247,7 +233,6 @@ def test_recalibrating_mends_the_coverage(
     assert all(f"{level}%" in printed for level in (50, 80, 90))
 
     recalibrated = load_predictor(str(tmp_path / "recalibrated"))
-    assert isinstance(recalibrated, SurvivalMLP)
     assert coverage_80_of(recalibrated.recalibration, wrong_by=4.0) == pytest.approx(0.8, abs=0.06)
     assert recalibrated.provenance["commit"] == "abc"
     assert recalibrated.provenance["recalibrated"]["requests"] == 500
@@ -261,14 +246,12 @@ def test_recalibrating_mends_the_coverage(
     write_log(again, served, tmp_path / "recalibrated")
     recalibrate(str(tmp_path / "recalibrated"), again, tmp_path / "recalibrated twice")
     twice = load_predictor(str(tmp_path / "recalibrated twice"))
-    assert isinstance(twice, SurvivalMLP)
     assert coverage_80_of(twice.recalibration, wrong_by=0.5) == pytest.approx(0.8, abs=0.06)
 
 
 def test_an_engine_is_listened_to_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, log = survival_checkpoint(tmp_path / "served"), tmp_path / "finished.jsonl"
     predictor = load_predictor(str(checkpoint))
-    assert isinstance(predictor, SurvivalMLP)
     engine, done = Engine(), threading.Event()
     with publisher(bind=True) as sender:
 
@@ -358,7 +341,7 @@ def test_prometheus_reads_scores_and_telemetry() -> None:
         telemetry.hear(frames(late), at=10.0)  # no longer lost
         now[0] = 14.0
         second = samples_of(metrics)
-    figures = figures_of(scores.quality)
+    figures = scores.quality.figures()
     assert first["headway_forecast_mae_tokens"] == figures.mae()
     assert first["headway_forecast_coverage_ratio['0.8']"] == figures.coverage()[80]
     assert first["headway_forecast_bias_tokens['1-127']"] == figures.bias_by_age()["1-127"]
@@ -386,3 +369,71 @@ def test_prometheus_finds_no_figures_before_the_first_request() -> None:
         "headway_forecast_scored_requests_total",
         "headway_telemetry_message_errors_total",
     }
+
+
+MINUTE = 60.0
+
+
+def spread(
+    hour: LastHour, requests: list[FinishedForecasts], begin: float, minutes: float
+) -> LastHour:
+    """Let requests end evenly within some minutes."""
+    for i, request in enumerate(requests):
+        hour.add(score(request).figures(), MINUTE * (begin + minutes * i / len(requests)))
+    return hour
+
+
+def test_they_are_those_that_prometheus_gets_of_the_same_requests() -> None:
+    requests = finished_requests(200, wrong_by=0.25)
+    figures = spread(LastHour(), requests, 3.0, 50.0).figures(54 * MINUTE)
+    quality = quality_of(requests)
+    watched = quality.figures()
+    assert figures.requests == watched.requests == 200
+    assert figures.mae() == pytest.approx(watched.mae())
+    assert figures.coverage() == pytest.approx(watched.coverage())
+    assert figures.bias_by_age() == pytest.approx(watched.bias_by_age())
+    assert figures.alarm() == quality.alarm() is not None
+
+
+def test_what_ended_earlier_does_not_count() -> None:
+    hour = spread(LastHour(), finished_requests(60, wrong_by=5.0), 0.0, 30.0)
+    recent = finished_requests(70, seed=1)
+    spread(hour, recent, 80.0, 9.0)
+    figures = hour.figures(90 * MINUTE)
+    assert figures.requests == 70
+    assert figures.mae() == pytest.approx(quality_of(recent).figures().mae())
+    assert hour.figures(160 * MINUTE) is None
+    assert hour.drift(160 * MINUTE) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong_by", "low", "high"), [(1.0, 0.45, 0.55), (0.25, 0.7, 1), (4, 0, 0.3)]
+)
+def test_biased_forecasts_do_not_halve_the_ends(wrong_by: float, low: float, high: float) -> None:
+    figures = spread(LastHour(), finished_requests(400, wrong_by), 0.0, 10.0).figures(10 * MINUTE)
+    assert low <= figures.late_share() <= high
+    if wrong_by > 1:
+        assert figures.bias() > 0
+    elif wrong_by < 1:
+        assert figures.bias() < 0
+
+
+def test_worse_forecasts_are_drift_and_equal_ones_are_not() -> None:
+    steady = spread(LastHour(), finished_requests(400), 0.0, 40.0)
+    assert steady.drift(40 * MINUTE) == ""
+    worse = spread(LastHour(), finished_requests(200), 0.0, 25.0)
+    spread(worse, finished_requests(100, wrong_by=8.0, seed=1), 26.0, 14.0)
+    drift = worse.drift(40 * MINUTE)
+    assert "the forecasts have become worse" in drift
+    better = spread(LastHour(), finished_requests(200, wrong_by=8.0), 0.0, 25.0)
+    spread(better, finished_requests(100, seed=1), 26.0, 14.0)
+    assert better.drift(40 * MINUTE) == ""
+
+
+def test_drift_is_not_judged_from_little() -> None:
+    soon = spread(LastHour(), finished_requests(100), 0.0, 12.0)
+    spread(soon, finished_requests(100, wrong_by=8.0), 13.0, 12.0)
+    assert soon.drift(25 * MINUTE) is None, "the first minutes have the short requests"
+    few = spread(LastHour(), finished_requests(100), 0.0, 25.0)
+    spread(few, finished_requests(49, wrong_by=8.0), 30.0, 9.0)
+    assert few.drift(40 * MINUTE) is None
