@@ -1,10 +1,15 @@
 """What a deployment with counts becomes on the nodes of a cluster."""
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from forked_vllm import free_port
 
+from rescheduler.commands.command_line import main
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.on_ray.launch_on_ray import Survey, survey, versions_differ
 from rescheduler.on_ray.ray_deployment import RayDeployment, compose, places, ports_needed
@@ -19,7 +24,6 @@ def described(instances: Any = TWO, proxies: int = 2, **keys: Any) -> RayDeploym
 
 
 def composed(deployment: RayDeployment, *addresses: str) -> Any:
-    assert deployment.ray is not None
     where = places(deployment.ray)
     free = range(20_000, 20_000 + ports_needed(where))
     return compose(deployment, where, addresses, addresses[0], free)
@@ -28,7 +32,6 @@ def composed(deployment: RayDeployment, *addresses: str) -> Any:
 def ports_of(deployment: Deployment) -> list[str]:
     endpoints = [getattr(i, f) for i in deployment.instances for f in ("url", "control")]
     endpoints += [i.telemetry for i in deployment.instances if i.telemetry]
-    assert deployment.coordinator is not None
     return [one.rpartition(":")[2] for one in [*endpoints, deployment.coordinator.endpoint]]
 
 
@@ -125,7 +128,6 @@ def test_a_node_says_all_that_it_lacks_and_which_ports_are_free(tmp_path: Path) 
         engine={"checkpoint": str(tmp_path / "c")},
         proxy=ports,
     )
-    assert deployment.ray is not None
     asked = (deployment, places(deployment.ray), ["127.0.0.1"] * 3, "127.0.0.1")
     found = survey("127.0.0.1", *asked)
     assert found.problems == [
@@ -147,3 +149,50 @@ def test_nodes_that_differ_are_named_with_their_versions() -> None:
     }
     (said,) = versions_differ(nodes)
     assert said == "vLLM must be the same on all nodes: 0.32.0 on 10.0.0.2, 0.32.1 on 10.0.0.3"
+
+
+VERBS = ["launch", "status", "restart", "stop"]
+NO_CLUSTER = r"no Ray cluster at '127.0.0.2:.*ray start --head"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "deployment.yaml"
+    ray = {"instances": [{"role": "decode"}], "address": f"127.0.0.2:{free_port()}"}
+    path.write_text(yaml.safe_dump({"model": "smollm2", "ray": ray}))
+    return str(path)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_without_ray_it_is_said_how_to_get_it(
+    verb: str,
+    config: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["ray", verb, "--config", config]) == 1
+    assert "pip install 'headway[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings(r"ignore:::ray(\..*)?$")
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        *(
+            (f"ray {verb} --config mine", r"no Ray cluster at '127.0.0.2:.*ray start --head")
+            for verb in VERBS
+        ),
+        *((f"ray {verb} --config local-pd", "section") for verb in VERBS),
+        *(
+            (f"{verb} --config mine", "`headway ray launch` starts its engines")
+            for verb in ("launch", "serve", "coordinator", "drain decode-0")
+        ),
+    ],
+)
+def test_a_mistake_is_told(
+    command: str, said: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a cluster, with another deployment, or by hand what Ray starts."""
+    assert main(command.replace("mine", config).split()) == 1
+    assert re.search(said, capsys.readouterr().err, re.DOTALL)

@@ -157,7 +157,6 @@ print(server.pid, flush=True)
 time.sleep(600)
 """
     keeper = subprocess.Popen([sys.executable, "-c", keeping], stdout=subprocess.PIPE, text=True)
-    assert keeper.stdout is not None
     group = int(keeper.stdout.readline())
     until(lambda: len(processes_in(group)) == 3, "started")
     keeper.kill()
