@@ -1,4 +1,4 @@
-"""SIGHUP, as a closed terminal sends it, and as whoever wants a service to be reloaded does."""
+"""Signals end what they should, wait where they must, and cut nothing."""
 
 import fcntl
 import json
@@ -11,16 +11,80 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Thread
 from typing import IO
 
-import msgspec
 import pytest
 import yaml
 from chosen_ports import free_port
 from made_up_cluster import MadeUpCluster
 
 from benchmarks.support.server_process import stream_players
-from rescheduler.page.snapshot import LogWriter
+from rescheduler.commands.event_loop import (
+    ending_signals_held,
+    ending_signals_raised,
+    held_interrupts,
+)
+
+
+@pytest.fixture(autouse=True)
+def usual_signals() -> Iterator[None]:
+    """Handle signals as an ordinary process does: a test run may ignore or raise them."""
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_sigterm_is_like_ctrl_c_where_asked_for() -> None:
+    with pytest.raises(KeyboardInterrupt), ending_signals_raised():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_held_signal_comes_when_the_block_has_ended(number: int) -> None:
+    steps = []
+    with ending_signals_raised(), pytest.raises(KeyboardInterrupt):
+        with ending_signals_held():
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            steps.append("ended")
+        steps.append("never")
+    assert steps == ["ended"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_of_the_block_wins() -> None:
+    with pytest.raises(ValueError, match="its own"), held_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("its own")
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with held_interrupts():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    handlers = []
+
+    def work() -> None:
+        with ending_signals_raised(), ending_signals_held(), held_interrupts():
+            handlers.extend(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM)))
+
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler, signal.SIG_DFL]
+
 
 STREAM = {"model": "m", "prompt": "a", "max_tokens": 40, "stream": True}
 VERBS = (
@@ -48,9 +112,7 @@ def arguments(engine: str, smollm2: Path, tmp_path: Path) -> dict[str, list[str]
     config.write_text(yaml.safe_dump(values))
     values["coordinator"] = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "port": 0}
     coordinated.write_text(yaml.safe_dump(values))
-    source = MadeUpCluster(2, 3, 4096)
-    with LogWriter(log := tmp_path / "log.gz", source.about) as writer:
-        writer.write(msgspec.json.encode(source.look().snapshot()))
+    log = MadeUpCluster(2, 3, 4096).record(tmp_path / "log.gz")
     return {
         "serve": ["serve", "--config", str(config)],
         "coordinator": ["coordinator", "--config", str(coordinated)],
@@ -147,8 +209,6 @@ def test_a_service_goes_on_and_says_that_it_reads_nothing_anew(
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
-    assert process.stderr is not None
     try:
         url = until_ready(verb, process.stdout.readline)
         with whole_stream(url) if verb == "serve" else nullcontext():
