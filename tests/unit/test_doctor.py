@@ -25,7 +25,7 @@ from rescheduler.commands.command_line import main
 from rescheduler.doctor import doctor as module
 from rescheduler.doctor.doctor import model_findings
 from rescheduler.doctor.forecast_screen import forecast_screen
-from rescheduler.telemetry.first_snapshot import first_snapshot
+from rescheduler.telemetry.subscriber import first_snapshot
 from rescheduler.telemetry.telemetry_view import TelemetryView
 
 FULL, WINDOW = "full_attention", "sliding_attention"

@@ -210,7 +210,6 @@ def test_several_proxies_find_their_coordinator() -> None:
     assert single.deployment.coordinator is None
     release = rendered("proxies")
     options = release.deployment.coordinator
-    assert options is not None
     assert (options.host, options.silent_seconds, options.lost_seconds) == ("::", 3, 10)
     workload = release.workloads["coordinator"]
     assert (workload["kind"], workload["spec"]["replicas"]) == ("StatefulSet", 1)

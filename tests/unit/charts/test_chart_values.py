@@ -1,14 +1,18 @@
-"""The values of the Helm chart: which are refused, and that they are those Headway reads."""
+"""The values of the Helm chart: which are refused, their names, and the page about them."""
 
 import json
+import re
+import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import helm_python
+import kubernetes_validate
 import pytest
 import yaml
-from rendered_chart import CHART, REQUIRED, VALUES, render, rendered
+from rendered_chart import CHART, REQUIRED, VALUES, Rendered, render, rendered
 
 from deploy.json_text import json_text
 from deploy.values_schema import SCHEMA, with_options
@@ -118,3 +122,218 @@ def test_the_notes_say_what_is_missing() -> None:
     for missing in ("keys.existingSecret", "apiKey.existingSecret"):
         assert missing in defaults
         assert missing not in all_set
+
+
+DNS_1035_LABEL = "[a-z]([-a-z0-9]*[a-z0-9])?"
+NOT_STRINGS = ["123", "true", "on", "null", "0x10", "1.5", "1e3"]
+"""What YAML reads as something else unless it is quoted."""
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        *((name, "") for name in [*NOT_STRINGS, "headway", "llm.v2"]),
+        *((name, "") for name in ["x" * 53, "a." * 26 + "a", "y" + "-" * 51 + "y"]),
+        *(("llm", override) for override in ["123", "true", "1.5", "my.app", "x" * 63]),
+        ("123", "123"),
+        ("true", "true"),
+        ("1" * 53, "x" * 63),
+    ],
+)
+def test_any_release_has_names_that_kubernetes_takes(name: str, override: str) -> None:
+    values = {"nameOverride": override, "decode": {"replicas": 101}}
+    release = render(REQUIRED | values, name=name)
+    for manifest in release.objects:
+        kubernetes_validate.validate(manifest, "1.29", strict=True)
+        assert re.fullmatch(DNS_1035_LABEL, manifest["metadata"]["name"])
+        assert len(manifest["metadata"]["name"]) <= 63
+    for labels in all_labels(release.objects):
+        assert all(isinstance(value, str) for value in labels.values())
+        assert labels.get("app.kubernetes.io/instance", name) == name
+        called = override or "headway"
+        assert labels.get("app.kubernetes.io/name", called) == called
+    release.check_engines_are_called_like_their_pods()
+    for instance in release.deployment.instances:
+        assert all(len(label) <= 63 for label in instance.host.split("."))
+    for workload in release.of_kind("StatefulSet"):
+        assert len(workload) <= 52, "the controller adds a hash to make a label"
+
+
+def test_a_name_changes_no_more_than_it_has_to() -> None:
+    assert "llm-headway" in render(REQUIRED, name="llm").of_kind("ConfigMap")
+    assert "llm-v2-headway" in render(REQUIRED, name="llm.v2").of_kind("ConfigMap")
+    assert "h-1e3-headway" in render(REQUIRED, name="1e3").of_kind("ConfigMap")
+
+
+@pytest.mark.parametrize("name", NOT_STRINGS)
+def test_names_of_other_objects_are_strings(name: str) -> None:
+    values = REQUIRED | VALUES["everything"]
+    for secret in ("apiKey", "huggingFaceToken"):
+        values[secret] = {"existingSecret": name, "key": name}
+    values["keys"] = {"existingSecret": name}
+    values["modelCache"] = {"existingClaim": name}
+    values["engines"] = {"runtimeClassName": name, "priorityClassName": name}
+    values["proxy"] = {"priorityClassName": name}
+    values["serviceAccountName"] = name
+    release = render(values)
+    for manifest in release.objects:
+        kubernetes_validate.validate(manifest, "1.29", strict=True)
+    for component in release.workloads:
+        pod = release.pod(component)["spec"]
+        assert pod["serviceAccountName"] == pod["priorityClassName"] == name
+        volumes = release.volumes(component)
+        assert volumes["keys"]["secret"]["secretName"] == name
+        assert volumes["models"]["persistentVolumeClaim"]["claimName"] == name
+        for variable in ("VLLM_API_KEY", "HF_TOKEN"):
+            reference = release.variables(component)[variable]["valueFrom"]["secretKeyRef"]
+            assert reference == {"name": name, "key": name}
+    assert release.pod("decode")["spec"]["runtimeClassName"] == name
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        ({"repository": "r", "tag": "7"}, "r:7"),
+        ({"repository": "12", "tag": "30"}, "12:30"),
+        ({"repository": "r@sha256:abc"}, "r@sha256:abc"),
+        ({"repository": "host:5000/r@sha256:abc", "tag": "7"}, "host:5000/r@sha256:abc"),
+        ({"repository": "r", "tag": "7@sha256:abc"}, "r:7@sha256:abc"),
+    ],
+)
+def test_an_image_has_a_tag_unless_it_has_a_digest(image: dict[str, Any], expected: str) -> None:
+    release = render({**REQUIRED, "image": image})
+    for component in release.workloads:
+        pod = release.pod(component)["spec"]
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            assert container["image"] == expected
+
+
+def all_labels(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield whatever is a set of labels, or selects by one."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in {"labels", "matchLabels"} or (
+                key == "selector" and "matchLabels" not in inner
+            ):
+                yield inner
+            yield from all_labels(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from all_labels(inner)
+
+
+ROOT = CHART.parents[1]
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+HELM = re.findall(r"^helm .*$", PAGE, re.MULTILINE)
+
+
+def my_values() -> dict[str, Any]:
+    (block,) = re.findall(r"`my-values.yaml`:\n.*?```yaml\n(.*?)```", PAGE, re.DOTALL)
+    values: dict[str, Any] = yaml.safe_load(block)
+    return values
+
+
+def helm(command: str) -> Rendered:
+    """Render what a `helm template` or `helm install` of the page would."""
+    _, verb, name, chart, *options = shlex.split(command)
+    assert verb in ("template", "install")
+    assert ROOT / chart == CHART
+    values: dict[str, Any] = {}
+    namespace = "default"
+    for option, value in zip(options[::2], options[1::2], strict=True):
+        if option == "--values":
+            assert value == "my-values.yaml"
+            values |= my_values()
+        elif option == "--set":
+            values |= helm_python.parse_set_string(value)
+        else:
+            assert option == "--namespace"
+            namespace = value
+    return render(values, name, namespace)
+
+
+@pytest.mark.parametrize("command", HELM)
+def test_the_page_s_commands_install_a_deployment(command: str) -> None:
+    assert helm(command).deployment.model == "Qwen/Qwen3-14B"
+
+
+def test_what_the_page_then_uses_is_there() -> None:
+    release = helm(HELM[0])
+    assert "port-forward service/headway 8000:80" in PAGE
+    (port,) = release.of_kind("Service")["headway"]["spec"]["ports"]
+    assert port["port"] == 80
+    (rule,) = release.of_kind("NetworkPolicy")["headway-proxy"]["spec"]["ingress"]
+    assert {"podSelector": {"matchLabels": {"headway-client": "true"}}} in rule["from"]
+    deployments = re.findall(r" deploy(?:ment)?/(?!kubernetes-)([\w-]+)", PAGE)
+    assert set(deployments) == set(release.of_kind("Deployment"))
+    engines = {instance.name for instance in release.deployment.instances}
+    assert set(re.findall(r"headway-\w+-\d+", PAGE)) <= engines
+    mine = my_values()
+    named = {mine["keys"]["existingSecret"], mine["apiKey"]["existingSecret"]}
+    assert set(re.findall(r"create secret generic ([\w-]+)", PAGE)) == named
+
+
+def test_every_value_that_the_page_names_exists() -> None:
+    with helm_python.Chart.load(CHART) as chart:
+        known = set(paths(chart.values))
+    top = "|".join(sorted({path.split(".")[0] for path in known}))
+    free = r"(?:engine|routing|migration|proxy\.options)\."  # Headway's own
+    named = set(re.findall(rf"`((?:{top})(?:\.\w+)+)", PAGE))
+    assert len(named) > 10
+    assert {name for name in named if not re.match(free, name)} <= known
+
+
+def paths(values: dict[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        yield above + key
+        if isinstance(value, dict):
+            yield from paths(value, f"{above}{key}.")
+
+
+CONFIG = Path(__file__).parents[3] / "deploy" / "prometheus" / "kubernetes.yml"
+JOBS = {job["job_name"]: job for job in yaml.safe_load(CONFIG.read_text())["scrape_configs"]}
+
+
+def discovered(release: Rendered) -> Iterator[dict[str, str]]:
+    """What Prometheus knows of each port of each pod, by its own names."""
+    for component, workload in release.workloads.items():
+        pod = release.pod(component)
+        labels = {
+            f"__meta_kubernetes_pod_label_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}": value
+            for name, value in pod["metadata"]["labels"].items()
+        }
+        for i in range(workload["spec"]["replicas"]):
+            for port in release.container(component)["ports"]:
+                yield labels | {
+                    "__meta_kubernetes_pod_name": f"{workload['metadata']['name']}-{i}",
+                    "__meta_kubernetes_pod_container_port_name": port["name"],
+                }
+
+
+def relabelled(job: dict[str, Any], target: dict[str, str]) -> dict[str, str] | None:
+    """The labels of a target that a job scrapes; None if it does not."""
+    found = {}
+    for rule in job["relabel_configs"]:
+        value = ";".join(target[label] for label in rule["source_labels"])
+        if rule.get("action") == "keep":
+            if not re.fullmatch(rule["regex"], value):
+                return None
+        else:
+            found[rule["target_label"]] = value
+    return found
+
+
+@pytest.mark.parametrize("which", VALUES)
+def test_prometheus_finds_the_proxies_the_coordinator_and_every_engine(which: str) -> None:
+    release = rendered(which)
+    scraped = {
+        name: [labels for target in discovered(release) if (labels := relabelled(job, target))]
+        for name, job in JOBS.items()
+    }
+    proxies = release.workloads["proxy"]["spec"]["replicas"]
+    coordinators = 0 if release.deployment.coordinator is None else 1
+    assert scraped["headway"] == [{"deployment": "headway"}] * (proxies + coordinators)
+    assert scraped["vllm"] == [
+        {"deployment": "headway", "role": one.role, "instance_name": one.name}
+        for one in release.deployment.instances
+    ]
