@@ -304,7 +304,7 @@ async def test_a_client_that_leaves_leaves_a_failed_request(tokenizer: Tokenizer
 async def test_a_model_that_is_none_is_left_out(
     tokenizer: Tokenizer, model: str, traces: int
 ) -> None:
-    async with traced(tokenizer) as (it, collector):
+    async with traced(tokenizer, pool_seconds=1.0) as (it, collector):
         raw = f'{{"model": {model}, "prompt": "a", "max_tokens": 3}}'
         headers = {"Content-Type": "application/json"}
         url = it.url + "/v1/completions"
