@@ -151,8 +151,16 @@ def test_nodes_that_differ_are_named_with_their_versions() -> None:
     assert said == "vLLM must be the same on all nodes: 0.32.0 on 10.0.0.2, 0.32.1 on 10.0.0.3"
 
 
-VERBS = ["launch", "status", "restart", "stop"]
-NO_CLUSTER = r"no Ray cluster at '127.0.0.2:.*ray start --head"
+RAY = ("ray launch", "ray status", "ray restart", "ray stop")
+MISTAKES = (
+    (RAY, "mine", r"no Ray cluster at '127.0.0.2:.*ray start --head"),
+    (RAY, "local-pd", "section"),
+    (
+        ("launch", "serve", "coordinator", "drain decode-0"),
+        "mine",
+        "`headway ray launch` starts its engines",
+    ),
+)
 
 
 @pytest.fixture
@@ -163,36 +171,22 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", RAY)
 def test_without_ray_it_is_said_how_to_get_it(
-    verb: str,
-    config: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    verb: str, config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["ray", verb, "--config", config]) == 1
+    assert main([*verb.split(), "--config", config]) == 1
     assert "pip install 'headway[ray]'" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings(r"ignore:::ray(\..*)?$")
 @pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        *(
-            (f"ray {verb} --config mine", r"no Ray cluster at '127.0.0.2:.*ray start --head")
-            for verb in VERBS
-        ),
-        *((f"ray {verb} --config local-pd", "section") for verb in VERBS),
-        *(
-            (f"{verb} --config mine", "`headway ray launch` starts its engines")
-            for verb in ("launch", "serve", "coordinator", "drain decode-0")
-        ),
-    ],
+    ("verb", "which", "said"),
+    [(verb, which, said) for verbs, which, said in MISTAKES for verb in verbs],
 )
 def test_a_mistake_is_told(
-    command: str, said: str, config: str, capsys: pytest.CaptureFixture[str]
+    verb: str, which: str, said: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a cluster, with another deployment, or by hand what Ray starts."""
-    assert main(command.replace("mine", config).split()) == 1
+    assert main([*verb.split(), "--config", config if which == "mine" else which]) == 1
     assert re.search(said, capsys.readouterr().err, re.DOTALL)
