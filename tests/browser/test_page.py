@@ -11,12 +11,12 @@ import pytest
 from aiohttp.test_utils import TestServer
 from axe_playwright_python.async_playwright import Axe
 from made_up_cluster import MadeUpCluster
-from page_server import TOKEN, page_app, page_served
 from playwright.async_api import Locator, Page, expect
 from scripted_cluster import cluster, until
 from tokenizers import Tokenizer
+from watched_page import TOKEN, page_app, page_served
 
-from rescheduler.page.snapshot import Accuracy, Finishes, LogWriter, Outlook, Snapshot, SnapshotFeed
+from rescheduler.page.snapshot import Accuracy, Finishes, Outlook, SnapshotFeed
 
 Open = Callable[..., Awaitable[Page]]
 
@@ -299,23 +299,14 @@ async def test_nothing_moves_by_itself_where_that_is_unwanted(open_page: Open) -
         assert await page.evaluate("document.getAnimations().length") == 0
 
 
-def log_of(path: Path, source: MadeUpCluster, count: int) -> Path:
-    snapshots: list[Snapshot] = [source.look().snapshot() for _ in range(count)]
-    with LogWriter(path, source.about) as log:
-        for snapshot in snapshots:
-            log.write(msgspec.json.encode(snapshot))
-    return path
-
-
 async def test_two_logs_are_replayed_beside_each_other(
     open_page: Open, tmp_path: Path, headway_command: list[str]
 ) -> None:
-    one = log_of(tmp_path / "one.jsonl.gz", MadeUpCluster(2, 4, 4608, seed=1), 41)
-    other = log_of(tmp_path / "other.jsonl.gz", MadeUpCluster(3, 4, 4608, seed=2), 21)
+    one = MadeUpCluster(2, 4, 4608, seed=1).record(tmp_path / "one.jsonl.gz", 41)
+    other = MadeUpCluster(3, 4, 4608, seed=2).record(tmp_path / "other.jsonl.gz", 21)
     command = [*headway_command, "replay", str(one), "--beside", str(other), "--port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         said = [await process.stdout.readline() for _ in range(3)]
         page = await open_page(said[-1].split()[-1].decode())
         await expect(page.locator(".panel h2")).to_contain_text(["one.jsonl.gz", "other.jsonl.gz"])

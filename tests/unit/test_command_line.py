@@ -12,21 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
-from checked_commands import check_words
-from command_for import command_for
+from checked_commands import check_words, command_for, exit_status
 from recorded_dataset import record
 
 from rescheduler.commands.command_line import VERBS, main, split_verb
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "rescheduler"]
-
-
-def exit_status(*arguments: str) -> int:
-    try:
-        return main(list(arguments))
-    except SystemExit as end:  # jsonargparse ends the process itself
-        return int(end.code or 0)
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,6 @@ def expected_marks(axes: Axes) -> list[tuple[float, float]]:
     """Load and row of the marks of what is ahead."""
     (marks,) = [found for found in axes.containers if isinstance(found, ErrorbarContainer)]
     line = marks.lines[0]
-    assert line is not None
     return [tuple(point) for point in line.get_xydata().tolist()]
 
 
@@ -61,7 +60,6 @@ def test_a_forecast_is_drawn_with_its_median_and_interval() -> None:
     assert dot.get_xydata().tolist() == [[100, 0.5]]
     assert other.get_xydata().tolist() == [[np.ceil(forecast.median()[1]), 0.5]]
     legend = axes.get_legend()
-    assert legend is not None
     assert legend.get_texts()[0].get_text() == "median 100, 80% between 20 and 180"
     shade = axes.collections[0].get_paths()[0].get_extents()
     assert (shade.x0, shade.x1) == pytest.approx((20, 180), abs=1)

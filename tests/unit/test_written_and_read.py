@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from batching_profile import profile_of
-from desk import exit_status
+from checked_commands import exit_status
 from msgspec.structs import replace
 from recorded_dataset import new_session, record
 from running_deployment import ENGINE
@@ -125,7 +125,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Iterator[P
         described = local_deployment("smollm2", replace(ENGINE, **options), prefill=0)
         keys = str(folder / "keys") if name == "across" else None
         write_deployment(replace(described, keys=keys), folder / f"{name}.yaml")
-    assert exit_status(["keys", str(folder / "keys")]) == 0
+    assert exit_status("keys", folder / "keys") == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield folder
@@ -140,7 +140,7 @@ def test_what_one_writes_another_reads(
     if pair == "train tune -> train fit":
         how = (shelf / "printed by tune").read_text()
         how = f"{how} --out tuned/best {TINY.partition(' --model')[0]}"
-    assert exit_status(shlex.split(how)[1:]) == 0, capsys.readouterr()
+    assert exit_status(*shlex.split(how)[1:]) == 0, capsys.readouterr()
     printed = capsys.readouterr().out
     if pair == "collect -> train tune":
         (shown,) = re.findall(r"^ *(headway train fit .*(?:\n .*)*)$", printed, re.MULTILINE)

@@ -179,3 +179,28 @@ def _quiet() -> Iterator[io.StringIO]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         yield printed
+
+
+def exit_status(*arguments: str | Path) -> int:
+    """Return the exit status of the command line."""
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as end:  # jsonargparse ends the process itself
+        return int(end.code or 0)
+
+
+def command_for(config: Path) -> list[str]:
+    """Return the verb that a file of `configs/` is for, and its required arguments."""
+    if config.parent.name == "serve":
+        return ["serve"]
+    if config.parent.name == "collect":
+        return ["collect", "out"]
+    if config.parent.name == "prompt_length":
+        return ["papers", "train-length", "dataset", "prompts"]
+    if config.name.startswith("evaluate"):
+        return ["evaluate", "dataset", "checkpoint"]
+    if config.parent.name == "predictor":
+        return ["train", "fit", "--data.dataset", "dataset"]
+    words = config.read_text().partition("headway ")[2].split()  # as its first lines say
+    arguments = words[: words.index("--config")]
+    return arguments if arguments == ["simulate"] else [*arguments, "--out", "out"]

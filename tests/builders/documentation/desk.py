@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
-from checked_commands import VLLM, check_words, programs_of
+from checked_commands import VLLM, check_words, exit_status, programs_of
 from chosen_ports import free_port
 from made_up_cluster import MadeUpCluster
 from recorded_dataset import new_session, record
@@ -26,8 +25,6 @@ from shown_commands import ROOT, RUN, Block, How, Page, Shown
 from training_runs import FEW_ROWS, SURVIVAL, fit
 
 from data_collection.models import prepare_embedded
-from rescheduler.commands.command_line import main
-from rescheduler.page.snapshot import LogWriter
 
 StandIn = Callable[[Path], None]
 
@@ -113,7 +110,7 @@ class Desk:
         if verb and not re.search(r"[$;|&<>]", text):
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                status = exit_status(words[1:])
+                status = exit_status(*words[1:])
             assert status == 0, f"{command.text}\n{printed.getvalue()[-3000:]}"
             return printed.getvalue()
         done = subprocess.run(
@@ -195,14 +192,6 @@ class Desk:
         }
 
 
-def exit_status(arguments: list[str]) -> int:
-    """Return the exit status of the command line."""
-    try:
-        return main(arguments)
-    except SystemExit as end:  # jsonargparse ends the process itself
-        return int(end.code or 0)
-
-
 @contextmanager
 def laid(folder: Path, page: Page, *more: object) -> Iterator[Desk]:
     """Lay a desk, and work at it."""
@@ -276,10 +265,7 @@ def _model(path: Path) -> None:
 
 
 def _log(path: Path) -> None:
-    source = MadeUpCluster(2, 3, 4096)
-    with LogWriter(path, source.about) as writer:
-        for _ in range(3):
-            writer.write(msgspec.json.encode(source.look().snapshot()))
+    MadeUpCluster(2, 3, 4096).record(path)
 
 
 STAND_INS: dict[str, StandIn] = {

@@ -2,7 +2,9 @@
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from predictor.forecasts.forecast import SurvivalForecast
@@ -14,6 +16,7 @@ from rescheduler.page.snapshot import (
     Accuracy,
     Finishes,
     Instance,
+    LogWriter,
     MoveReport,
     Outlook,
     Phase,
@@ -79,6 +82,13 @@ class MadeUpCluster:
         self._requests = [self._new(g) for g in range(instances) for _ in range(requests)]
         for one in self._requests:
             one.generated = self._random.randrange(one.length)
+
+    def record(self, path: Path, snapshots: int = 3) -> Path:
+        """Write a log of what follows."""
+        with LogWriter(path, self.about) as log:
+            for _ in range(snapshots):
+                log.write(msgspec.json.encode(self.look().snapshot()))
+        return path
 
     def look(self) -> _Seen:
         self.looks += 1

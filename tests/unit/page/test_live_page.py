@@ -1,28 +1,31 @@
-"""The page of a proxy that serves: who may see it, what it is sent, and when."""
+"""The page of a proxy or a coordinator that serves: who may see it, what it is sent, and when."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
+import pytest
+from coordinated_cluster import Coordinated, Make
 from made_up_cluster import MadeUpCluster
-from page_server import TOKEN
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
-from watched_page import Stream, stream
+from watched_page import TOKEN, Stream, stream
 
 from rescheduler.engines.launch_local import free_ports
-from rescheduler.page.snapshot import About, Phase, SnapshotFeed
+from rescheduler.page.snapshot import About, Phase, Snapshot, SnapshotFeed
 from rescheduler.serving.serve import proxy_running
 
 
 @asynccontextmanager
-async def watching(it: Cluster) -> AsyncIterator[Stream]:
-    async with stream(it.listeners.admin.url, it.listeners.admin.token) as read:
+async def watching(it: Cluster | Coordinated) -> AsyncIterator[Stream]:
+    admin = it.listeners.admin if isinstance(it, Cluster) else it.admin
+    async with stream(admin.url, admin.token) as read:
         kind, data = await read.event()
         assert kind == "about"
         about = msgspec.json.decode(data, type=About)
-        assert (about.source, about.title, about.routing) == ("proxy", "m", "jsq_load")
+        assert (about.source, about.title) == ("proxy", "m")
+        assert (about.routing, about.migration) == ("jsq_load", "")
         yield read
 
 
@@ -137,3 +140,73 @@ async def test_a_demonstration_has_one_page_for_all_its_phases(tokenizer: Tokeni
             ):
                 assert (await read.event())[0] == "about"
                 await read.snapshot()
+
+
+LONG = {"prompt": PROMPT, "max_tokens": 400}
+
+
+async def seen(read: Stream, condition: Callable[[Snapshot], bool]) -> Snapshot:
+    """Return the first snapshot that meets a condition."""
+    async with asyncio.timeout(60):
+        while not condition(snapshot := await read.snapshot()):
+            pass
+    return snapshot
+
+
+def decoding(snapshot: Snapshot) -> int:
+    return snapshot.requests.phase.count(Phase.DECODING)
+
+
+async def test_it_shows_the_requests_of_every_proxy_and_the_pauses_of_moves(
+    coordinated: Make,
+) -> None:
+    async with coordinated(prefix_caching=False) as it:
+        with it.unhurried():
+            tasks = [
+                asyncio.create_task(proxy.stream({**LONG, "prompt": f"{PROMPT} {i}"}))
+                for proxy in it.proxies
+                for i in range(2)
+            ]
+            async with watching(it) as read:
+                before = await seen(read, lambda one: decoding(one) == 4)
+                assert_whole(before)
+                status, _ = await it.ask("POST", "drain/decode-0")
+                assert status == 200
+                after = await seen(read, lambda one: len(one.moves) == 2)
+        await asyncio.gather(*tasks)
+    names = dict(zip(before.requests.number, before.requests.name, strict=True))
+    for move in after.moves:
+        assert (move.source, move.target) == ("decode-0", "decode-1")
+        assert (move.outcome, move.reason) == ("moved", "drain")
+        assert move.pause is not None and move.pause > 0 and move.tokens > 0
+        assert names[move.number] == move.name
+    (drained,) = [one for one in after.instances if one.draining]
+    assert (drained.name, drained.kv_tokens) == ("decode-0", 0)
+
+
+def assert_whole(snapshot: Snapshot) -> None:
+    """Assert that instances hold what their requests do, each of which has its number."""
+    columns = snapshot.requests
+    assert len(set(columns.number)) == 4
+    held = dict.fromkeys(range(len(snapshot.instances)), 0)
+    rows = zip(columns.instance, columns.prompt, columns.generated, strict=True)
+    for on, prompt, generated in rows:
+        assert prompt > 1
+        held[on] += prompt + generated
+    assert [one.kv_tokens for one in snapshot.instances] == list(held.values())
+    decodes = [one.name for one in snapshot.instances if one.role == "decode"]
+    assert decodes == ["decode-0", "decode-1"]
+
+
+@pytest.mark.slow
+async def test_a_new_coordinator_shows_what_proxies_report(coordinated: Make) -> None:
+    async with coordinated() as it:
+        with it.unhurried():
+            tasks = [asyncio.create_task(proxy.stream(LONG)) for proxy in it.proxies]
+            async with watching(it) as read:
+                await seen(read, lambda one: decoding(one) == 2)
+                await it.stop_coordinator()
+            await it.start_coordinator()
+            async with watching(it) as read:
+                await seen(read, lambda one: decoding(one) == 2)
+        await asyncio.gather(*tasks)
