@@ -91,7 +91,10 @@ WRONG: list[tuple[Any, str]] = [
     ("content", "message"),
     [
         *((joined(line("a"), wrong, line("z")), message) for wrong, message in WRONG),
-        (gzip.compress(b'{"custom_id": "a"'.ljust(5000), mtime=0)[:-9], "the gzip file is not whole"),
+        (
+            gzip.compress(b'{"custom_id": "a"'.ljust(5000), mtime=0)[:-9],
+            "the gzip file is not whole",
+        ),
         (b"\x1f\x8bnonsense", "the gzip file is not whole"),
         (b"PK\x03\x04", "asked.jsonl: a zip archive; unpack it"),
         (json.dumps(line()).encode("utf-16"), "asked.jsonl: UTF-16 text; save it as UTF-8"),
