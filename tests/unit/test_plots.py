@@ -1,5 +1,6 @@
 """What figures of forecasts, clusters and plans show."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,7 @@ def test_a_view_is_drawn_as_a_bar_of_requests_an_instance(seen: ClusterView) -> 
 
 
 def test_a_view_without_forecasts_limits_or_requests_is_drawn() -> None:
-    names = ClusterView.__slots__
-    bare = view([(300, 40)], [])
-    bare = ClusterView(**{name: getattr(bare, name) for name in names} | {"forecast": None})
-    axes = bare.plot()
+    axes = replace(view([(300, 40)], []), forecast=None).plot()
     assert bars(axes) == [(0, 0, 300)]
     assert not [found for found in axes.containers if isinstance(found, ErrorbarContainer)]
     assert bars(cluster([[], []], []).plot()) == []

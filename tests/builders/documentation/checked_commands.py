@@ -9,9 +9,10 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 from shown_commands import ROOT
 
 from rescheduler.commands.command_line import VERBS, load_function, main, split_verb
@@ -74,8 +75,9 @@ def check_mention(words: Sequence[str]) -> None:
         if not partial:
             check_words(words)
         else:
-            options = set(re.findall(r"--[a-z-]+", " ".join(words[3:])))
-            unknown = options - set(re.findall(r"--[a-z-]+", _help_of(words[2])))
+            named = set(re.findall(r"--[a-z-]+", " ".join(words[3:])))
+            help = _accepted(words[2], _parse_module, words[2], ["--help"])
+            unknown = named - set(re.findall(r"--[a-z-]+", help))
             assert not unknown, f"{words[2]} has no option {sorted(unknown)}"
         return
     rest = [re.sub(r"[,.:;)]+$", "", word) for word in words[1:]]
@@ -91,25 +93,29 @@ def check_mention(words: Sequence[str]) -> None:
         assert not arguments or not arguments[0].isidentifier(), f"{verb} has no {arguments[0]}"
         return
     parser = command_parser(load_function(VERBS[verb].function), verb)
+    options = [*parser._option_string_actions, "--print-config", "--print_config"]
     for word in arguments:
         if word.startswith("--") and word != "--":
             option = resolved(parser, word.partition("=")[0])[0]
-            known = any(option == one or option.startswith(f"{one}.") for one in _options(parser))
+            known = any(option == one or option.startswith(f"{one}.") for one in options)
             assert known, f"headway {verb} has no option {word}"
         if re.fullmatch(r"(configs|checkpoints|docs|deploy)/\S+", word):
             assert Path(word).exists(), f"{word} does not exist"
 
 
-def _options(parser: argparse.ArgumentParser) -> list[str]:
-    return [*parser._option_string_actions, "--print-config", "--print_config"]
+def _accepted(shown: str, parse: Callable[..., object], *arguments: object) -> str:
+    """Have a program read its arguments, and return what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            parse(*arguments)
+        except SystemExit as end:
+            assert not end.code, f"{shown}\n{printed.getvalue()}"
+    return printed.getvalue()
 
 
 def _check_headway(words: list[str]) -> None:
-    with _quiet() as printed:
-        try:
-            _parse_headway(words)
-        except SystemExit as end:
-            assert not end.code, f"headway {' '.join(words)}\n{printed.getvalue()}"
+    _accepted(f"headway {' '.join(words)}", _parse_headway, words)
 
 
 def _parse_headway(words: list[str]) -> None:
@@ -131,19 +137,8 @@ def _check_module(name: str, arguments: list[str]) -> None:
     if name == VLLM:
         return  # tests/integration/test_shown_engines.py has vLLM read them
     assert importlib.util.find_spec(name), f"there is no module {name}"
-    if not name.startswith("benchmarks."):
-        return
-    with _quiet() as printed:
-        try:
-            _parse_module(name, arguments)
-        except SystemExit as end:
-            assert not end.code, f"python -m {name} {' '.join(arguments)}\n{printed.getvalue()}"
-
-
-def _help_of(name: str) -> str:
-    with _quiet() as printed, contextlib.suppress(SystemExit):
-        _parse_module(name, ["--help"])
-    return printed.getvalue()
+    if name.startswith("benchmarks."):
+        _accepted(f"python -m {name} {' '.join(arguments)}", _parse_module, name, arguments)
 
 
 def _parse_module(name: str, arguments: list[str]) -> None:
@@ -155,16 +150,10 @@ def _parse_module(name: str, arguments: list[str]) -> None:
         parse(parser)
         raise _ParsedError
 
-    given = sys.argv
-    try:
-        sys.argv = [name, *arguments]
-        argparse.ArgumentParser.parse_args = parsed  # type: ignore[assignment, method-assign]
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(_ParsedError):
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
         module.main()
-    except _ParsedError:
-        pass
-    finally:
-        argparse.ArgumentParser.parse_args = parse  # type: ignore[method-assign]
-        sys.argv = given
 
 
 def _check_extras(arguments: list[str]) -> None:
@@ -172,13 +161,6 @@ def _check_extras(arguments: list[str]) -> None:
     for extras in re.findall(r"(?:\.|headway)\[([\w,]+)\]", " ".join(arguments)):
         unknown = set(extras.split(",")) - set(known["optional-dependencies"])
         assert not unknown, f"Headway has no extra {sorted(unknown)}"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[io.StringIO]:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        yield printed
 
 
 def exit_status(*arguments: str | Path) -> int:

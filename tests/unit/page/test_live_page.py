@@ -83,7 +83,7 @@ async def test_the_page_is_sent_what_runs_and_what_has_moved(tokenizer: Tokenize
                 pass
         assert (moves[0].outcome, moves[0].reason) == ("moved", "test")
         assert moves[0].source == at.name != moves[0].target
-        assert moves[0].pause is not None and moves[0].pause > 0
+        assert moves[0].pause > 0
         await running
 
 
@@ -169,33 +169,28 @@ async def test_it_shows_the_requests_of_every_proxy_and_the_pauses_of_moves(
             ]
             async with watching(it) as read:
                 before = await seen(read, lambda one: decoding(one) == 4)
-                assert_whole(before)
                 status, _ = await it.ask("POST", "drain/decode-0")
                 assert status == 200
                 after = await seen(read, lambda one: len(one.moves) == 2)
         await asyncio.gather(*tasks)
-    names = dict(zip(before.requests.number, before.requests.name, strict=True))
+    columns, held = before.requests, [0] * len(before.instances)
+    names = dict(zip(columns.number, columns.name, strict=True))
+    assert len(names) == 4, "each request has its number"
+    for on, prompt, generated in zip(
+        columns.instance, columns.prompt, columns.generated, strict=True
+    ):
+        assert prompt > 1
+        held[on] += prompt + generated
+    assert [one.kv_tokens for one in before.instances] == held
+    decodes = [one.name for one in before.instances if one.role == "decode"]
+    assert decodes == ["decode-0", "decode-1"]
     for move in after.moves:
         assert (move.source, move.target) == ("decode-0", "decode-1")
         assert (move.outcome, move.reason) == ("moved", "drain")
-        assert move.pause is not None and move.pause > 0 and move.tokens > 0
+        assert move.pause > 0 and move.tokens > 0
         assert names[move.number] == move.name
     (drained,) = [one for one in after.instances if one.draining]
     assert (drained.name, drained.kv_tokens) == ("decode-0", 0)
-
-
-def assert_whole(snapshot: Snapshot) -> None:
-    """Assert that instances hold what their requests do, each of which has its number."""
-    columns = snapshot.requests
-    assert len(set(columns.number)) == 4
-    held = dict.fromkeys(range(len(snapshot.instances)), 0)
-    rows = zip(columns.instance, columns.prompt, columns.generated, strict=True)
-    for on, prompt, generated in rows:
-        assert prompt > 1
-        held[on] += prompt + generated
-    assert [one.kv_tokens for one in snapshot.instances] == list(held.values())
-    decodes = [one.name for one in snapshot.instances if one.role == "decode"]
-    assert decodes == ["decode-0", "decode-1"]
 
 
 @pytest.mark.slow

@@ -22,8 +22,6 @@ from rescheduler.page.live_snapshots import EngineSteps, LiveSnapshots, Look, ac
 from rescheduler.page.snapshot import UNKNOWN, Instance, Phase, Requests, Snapshot
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, KeptForecast
 
-HALF_BY_100 = ([0, 100, 200], [1.0, 0.5, 0.0])
-
 
 def view(forecast: Forecast | None, where: list[int], context: list[int], *kv: int) -> ClusterView:
     held = list(zip(where, context, strict=True))
@@ -32,8 +30,7 @@ def view(forecast: Forecast | None, where: list[int], context: list[int], *kv: i
 
 
 def curves(n: int) -> SurvivalForecast:
-    edges, survival = HALF_BY_100
-    return SurvivalForecast.new(edges, [survival] * n)
+    return SurvivalForecast.new([0, 100, 200], [[1.0, 0.5, 0.0]] * n)
 
 
 def test_the_interval_holds_80_percent_of_the_ends() -> None:
