@@ -49,7 +49,7 @@ def _fields(components: dict[str, Any], of: str) -> dict[str, Any]:
                 "additionalProperties": False,
             } | ({"required": required} if required else {})
             continue
-        if field["type"] == "integer" and field.pop("exclusiveMinimum", None) == 0:
+        if field.get("type") == "integer" and field.pop("exclusiveMinimum", None) == 0:
             field["minimum"] = 1
         fields[name] = {key: value for key, value in field.items() if key != "default"}
     return fields

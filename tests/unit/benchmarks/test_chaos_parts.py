@@ -19,11 +19,16 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.chaos.clients import HonestClients
-from benchmarks.chaos.harm import Killers
-from benchmarks.chaos.ledger import Ledger, Outage
-from benchmarks.chaos.ledger import Lives, ServiceWatch
-from benchmarks.chaos.ledger import PromptTokens, ProxyCounters, read_prompt_tokens
-from benchmarks.chaos.harm import StepLog, slow_steps
+from benchmarks.chaos.harm import Killers, StepLog, slow_steps
+from benchmarks.chaos.ledger import (
+    Ledger,
+    Lives,
+    Outage,
+    PromptTokens,
+    ProxyCounters,
+    ServiceWatch,
+    read_prompt_tokens,
+)
 
 EXPECTED = [1, 2, 3]
 

@@ -18,8 +18,7 @@ from benchmarks.emulated_barrier import STEP as BARRIER_STEP
 from benchmarks.emulated_star import KV_TOKENS, RATE, SECONDS, STEP, drawn, step_variance
 from benchmarks.emulator_check import FLEET, MOST_ERROR, comparison, emulated_runs
 from benchmarks.support import experiment
-from benchmarks.support.experiment import PromptLengths, drawn_load
-from benchmarks.support.experiment import Experiment, Run
+from benchmarks.support.experiment import Experiment, PromptLengths, Run, drawn_load
 from rescheduler.demo.scripted_load import (
     EmulatedAnswer,
     EmulatedRequest,
