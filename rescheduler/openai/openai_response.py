@@ -134,6 +134,8 @@ class _Usage(msgspec.Struct):
     completion_tokens: _Tokens | None = None
     input_tokens: _Tokens | None = None
     output_tokens: _Tokens | None = None
+    cache_read_input_tokens: _Tokens | None = None
+    cache_creation_input_tokens: _Tokens | None = None
 
 
 class _Counted(msgspec.Struct):
@@ -156,4 +158,5 @@ def read_usage(document: bytes | bytearray) -> tuple[int, int] | None:
         return None
     prompt = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
     output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-    return None if prompt is None else (prompt, output or 0)
+    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return None if prompt is None else (prompt + cached, output or 0)

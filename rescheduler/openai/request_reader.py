@@ -27,6 +27,7 @@ from rescheduler.openai.openai_request import (
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 _MOST_OTHER_BYTES = 256 << 10
 _MOST_MESSAGES_BYTES = 1 << 20
+_MOST_PARTS = 65_536  # of a chat, messages included
 _PLACEHOLDER = 4  # bytes of null
 _MOST_STOPS = 64
 _MOST_STOP_CHARACTERS = 16 << 10
@@ -569,7 +570,7 @@ def _has_media(messages: Raw | None) -> bool:
     """Return whether messages are more than text, or too many to look at."""
     if messages is None:
         return False
-    if len(messages) > _MOST_MESSAGES_BYTES:
+    if len(messages) > _MOST_MESSAGES_BYTES or bytes(messages).count(b"{") > _MOST_PARTS:
         return True
     try:
         read = _messages.decode(messages)

@@ -33,6 +33,8 @@ _SORTED_STEPS, _LOOKED_STEPS = 16, 8
 room for one that is suspended."""
 _LONGEST_SUSPENSION, _SHORTEST_LIMIT = 2.0, 256.0
 """Steps for which one is passed by, as a multiple of its expected rest, and at least."""
+_LOOKED_AT = 16
+"""Suspended requests for which room is looked for at a time."""
 _RECOMPUTED = 64.0
 """Tokens of context that are computed again in the time of about a step."""
 
@@ -92,7 +94,7 @@ class Victims(SchedulerPart):
         self._lengths = RestByAge()
         self._suspended: dict[str, _Suspended] = {}
         self._kept_until: dict[str, int] = {}
-        self._back: str | None = None
+        self._back: set[str] = set()
         self._step = self._looked_at = self._sorted_at = 0
         self._sorted: tuple[int, Any] = 0, None
         self._failed = False
@@ -115,7 +117,8 @@ class Victims(SchedulerPart):
     def most_tokens(self, request: Any, tokens: int) -> int:
         """Compute nothing of a request that stays suspended."""
         if self._suspended and request.request_id in self._suspended:
-            return tokens if request.request_id == self._back else 0
+            holds_cache = request.num_computed_tokens > 0  # as one whose cache was loaded again
+            return tokens if holds_cache or request.request_id in self._back else 0
         return tokens
 
     def preempted(self, request: Any) -> None:
@@ -127,25 +130,20 @@ class Victims(SchedulerPart):
         name = request.request_id
         self._suspended[name] = _Suspended(request, rest, self._step + round(limit))
         self._kept_until.pop(name, None)
-        if self._back == name:
-            self._back = None
+        self._back.discard(name)
 
     def scheduled(self, output: Any, prefills_throttled: bool) -> None:
-        """Note which suspended request is back."""
-        back = self._back
-        if back is None or back not in output.num_scheduled_tokens:
-            return
-        suspended, self._back = self._suspended.pop(back), None
-        gained = min(suspended.rest, suspended.request.num_tokens / _RECOMPUTED)
-        self._kept_until[back] = self._step + round(gained)
+        """Note which suspended requests are back."""
+        for name in [name for name in self._back if name in output.num_scheduled_tokens]:
+            suspended = self._suspended[name]
+            gained = min(suspended.rest, suspended.request.num_tokens / _RECOMPUTED)
+            self._kept_until[name] = self._step + round(gained)
+            self._forget(name)
 
     def ended(self, request: Any) -> None:
         """Learn from a request that has ended by itself, and forget it."""
-        name = request.request_id
-        self._suspended.pop(name, None)
-        self._kept_until.pop(name, None)
-        if self._back == name:
-            self._back = None
+        self._kept_until.pop(request.request_id, None)
+        self._forget(request.request_id)
         if ended_by_itself(request) and request.num_output_tokens > 0:
             cut = str(request.get_finished_reason()) == "length"
             self._lengths.ended(request.num_output_tokens, cut)
@@ -190,39 +188,50 @@ class Victims(SchedulerPart):
         expected: FloatArray = np.maximum(np.minimum(rests, left), 1.0)
         return expected
 
-    def _line_up(self) -> None:
-        """Put suspended requests behind all others, but for the one that comes back."""
-        if self._back is None and self._step - self._looked_at >= _LOOKED_STEPS:
-            self._looked_at = self._step
-            self._back = self._fitting()
-        waiting = self.scheduler.waiting
-        behind = [
-            one.request
-            for name, one in self._suspended.items()
-            if name != self._back and is_preempted(one.request)
-        ]
-        last = [waiting[-1 - i] for i in range(min(len(behind), len(waiting)))]
-        if set(map(id, last)) != set(map(id, behind)):
-            move_to_back(self.scheduler, behind)
-        if self._back is not None and waiting and waiting[0].request_id != self._back:
-            move_to_front(self.scheduler, [self._back])
+    def _forget(self, name: str) -> None:
+        self._suspended.pop(name, None)
+        self._back.discard(name)
 
-    def _fitting(self) -> str | None:
-        """Return the suspended request that comes back now, if any."""
-        overdue = [(one.until, name) for name, one in self._suspended.items()]
-        until, name = min(overdue)
+    def _line_up(self) -> None:
+        """Put suspended requests behind all others, but for those that come back."""
+        for name in [n for n, one in self._suspended.items() if not is_preempted(one.request)]:
+            self._forget(name)  # its cache is loaded from elsewhere
+        looks = self._step - self._looked_at >= _LOOKED_STEPS
+        if looks:
+            self._looked_at = self._step
+            self._back = set(self._fitting())
+        waiting = self.scheduler.waiting
+        if not waiting or not self._suspended:
+            return
+        first = waiting[0].request_id
+        if looks or (first in self._suspended and first not in self._back):
+            away = {name: one for name, one in self._suspended.items() if name not in self._back}
+            last = {waiting[-1 - i].request_id for i in range(min(len(away), len(waiting)))}
+            if last != away.keys():
+                move_to_back(self.scheduler, [one.request for one in away.values()])
+        if self._back and first not in self._back:
+            move_to_front(self.scheduler, [n for n in self._suspended if n in self._back])
+
+    def _fitting(self) -> list[str]:
+        """Return the suspended requests that come back now."""
+        line = sorted(self._suspended, key=lambda name: self._suspended[name].until)[:_LOOKED_AT]
+        if not line:
+            return []
         running = self.scheduler.running
-        if until <= self._step or not running:
-            return name
         free, total = cache_room(self.scheduler)
         tokens_a_block = self.scheduler.block_size
         rests = self._rests(running)
         contexts = np.fromiter((r.num_tokens for r in running), np.float64, len(running))
-        for name, one in sorted(self._suspended.items(), key=lambda item: item[1].until):
+        room, fitting = free * tokens_a_block, list[str]()
+        for name in line:
+            one = self._suspended[name]
             context = float(one.request.num_tokens)
-            if context > free * tokens_a_block:
-                continue
-            both = peak(np.append(contexts, context), np.append(rests, one.rest))
-            if both <= total * tokens_a_block:
-                return name
-        return None
+            more = np.append(contexts, context), np.append(rests, one.rest)
+            fits = context <= room and peak(*more) <= total * tokens_a_block
+            due = one.until <= self._step or not running
+            if fits or (due and not fitting):
+                fitting.append(name)
+                (contexts, rests), room = more, room - context
+            if due and not fits:
+                break  # none begins before it
+        return fitting

@@ -14,6 +14,7 @@ from rescheduler.placement.account import AcceptedKeys, Account
 from rescheduler.placement.placeable import Placeable, R
 
 _MOST_ACCOUNTS = 1024
+_MOST_MODELS = 256
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
 _OTHERS = "others"
 _CHARGE_SECONDS = 0.1
@@ -47,7 +48,8 @@ class Accounts:
 
     Attributes:
         keys: that engines have accepted.
-        virtual_time: most service that an account had had as it got a place.
+        virtual_times: most service that an account had had as it got a place, by the model that
+            it was for: instances of one tell nothing of what waits for another.
         mean_service: of a request that has ended, in prompt tokens: the median of the accounts'
             means and of what is taken before any, which no single account sets.
     """
@@ -66,7 +68,7 @@ class Accounts:
         self.keys = AcceptedKeys(clock, salt)
         self._accounts: OrderedDict[str, Account] = OrderedDict()
         self._waiting: dict[Account, None] = {}
-        self.virtual_time = 0.0
+        self.virtual_times: dict[str, float] = {}
         self.mean_service = _FIRST_SERVICE
 
     def of(self, address: str, headers: Mapping[str, str]) -> Account:
@@ -106,7 +108,7 @@ class Accounts:
         """
         account = request.account
         if account.waiting == 0:
-            account.lift(self.virtual_time)
+            account.lift(self._virtual_time(request))
             self._waiting[account] = None
         account.waiting += 1
         try:
@@ -119,15 +121,23 @@ class Accounts:
     def passed_over(self, requests: Iterable[Placeable]) -> None:
         """Note that others got places for which these do not fit: they have no claim to those."""
         for request in requests:
-            request.account.lift(self.virtual_time)
+            request.account.lift(self._virtual_time(request))
 
     def placed(self, request: Placeable) -> None:
         """Charge a request that gets a place, with what it is expected to take."""
         charges = request.account.charges
         if request not in charges:
-            self.virtual_time = max(self.virtual_time, request.account.settled)
+            virtual_time = max(self._virtual_time(request), request.account.settled)
+            self.virtual_times[self._timed(request)] = virtual_time
         left = max(corrected(request, request.foreseen_tokens) - request.generated_tokens, 0.0)
         charges[request] = self.service(request, left * request.answers)
+
+    def _timed(self, request: Placeable) -> str:
+        known = request.model in self.virtual_times or len(self.virtual_times) < _MOST_MODELS
+        return request.model if known else ""
+
+    def _virtual_time(self, request: Placeable) -> float:
+        return self.virtual_times.get(self._timed(request), 0.0)
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
         """Charge a request that has ended with what it took.
@@ -227,7 +237,6 @@ class Accounts:
 
     def _add(self, name: str) -> Account:
         account = self._accounts[name] = Account(name, self._options.weights.get(name, 1.0))
-        account.lift(self.virtual_time)
         return account
 
     def _forget(self) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+from math import inf
 
 import aiohttp
 import msgspec
@@ -26,7 +27,13 @@ from rescheduler.placement.upstream import (
 )
 from rescheduler.proxy.migrator import Leases, Migrator
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
-from rescheduler.proxy.token_relay import ClientAnswer, EngineStream, SeesTokens, TokenRelay
+from rescheduler.proxy.token_relay import (
+    ClientAnswer,
+    ClientGoneError,
+    EngineStream,
+    SeesTokens,
+    TokenRelay,
+)
 from rescheduler.tracing.span import Span
 
 logger = logging.getLogger("headway.serve")
@@ -406,8 +413,9 @@ class PassThrough:
         flow, streams = self._flow, request.client.stream
         patience = flow.options.first_token_seconds
         document: web.StreamResponse | None = None
-        failed, clock = False, asyncio.get_running_loop().time
-        began = clock()
+        failed, request.counted = False, None
+        clock = asyncio.get_running_loop().time
+        began = inf if streams else clock()  # a stream: once its engine has begun with it
         try:
             # What comes as a whole comes as late as it likes while its engine has it.
             async with (
@@ -416,7 +424,10 @@ class PassThrough:
             ):
                 stream = EngineStream(request, instance, wait, response, span)
                 if streams and response.content_type == _EVENTS:
-                    failed = await self._relay(stream, answer)
+                    try:
+                        failed = await self._relay(stream, answer)
+                    finally:
+                        began = stream.heard_at
                 else:
                     document = await self._document(stream, answer)
             ended = await answer.end() if document is None else document
@@ -425,26 +436,30 @@ class PassThrough:
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UpstreamError(instance.instance, reason) from error
-        finally:
-            if request.counted is None:
-                self._count(request, clock() - began)
+        except (asyncio.CancelledError, ClientGoneError):
+            self._count(request, clock() - began)
+            raise
+        if streams:
+            self._count(request, clock() - began)
         if failed:
             raise UpstreamError(instance.instance, "its stream ends with an error", answered=True)
         flow.outliers.succeeded(request, instance)
         return ended
 
     def _count(self, request: LiveRequest, seconds: float) -> None:
-        """Charge for what may have been generated, where neither engine nor stream has told.
+        """Charge for what may have been generated in some seconds, where no engine has told.
 
-        Such as in chunks of several tokens, or until a client left that waits for the whole answer.
+        Such as in chunks of several tokens, in reasoning that is not shown, or until a client left
+        that waits for the whole answer.
         """
         client, read = request.client, float(request.generated_tokens)
+        steps = seconds / self._flow.step.seconds
         generated = read * client.stream_interval
-        if not client.stream:
-            generated = seconds / self._flow.step.seconds * client.answers
+        if generated < steps / 2:
+            generated = steps * client.answers
         most = (client.max_tokens or _LONG_ANSWER) * client.answers
         more = min(generated, most) - read
-        if more > 0:
+        if more > 0 and request.counted is None:
             request.counted = self._flow.accounts.service(request, more)
 
     async def _open(
@@ -487,6 +502,8 @@ class PassThrough:
                         await answer.comment(b"".join(reader.comments))
                     held = bytearray(reader.rest)
                 stream.heard, data = bool(signs), bytes(held)
+                if signs:
+                    stream.heard_at = loop.time()
             tokens = sum(sign.output for sign in signs)
             if tokens:
                 now = loop.time()

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 
 import aiohttp
 import msgspec
@@ -42,6 +43,7 @@ class EngineStream:
     Attributes:
         wait: for its next token.
         heard: an event has come that is no error.
+        heard_at: when, on the loop's clock; infinite before.
         finished: the request's last token has come.
         progress: tokens that have come, or texts without them.
     """
@@ -54,6 +56,7 @@ class EngineStream:
     heard: bool = False
     finished: bool = False
     progress: int = 0
+    heard_at: float = inf
 
 
 class TokenRelay:

@@ -156,7 +156,7 @@ class _Endpoints:
                 raise RequestRefusedError(503, "the service is shutting down", retry_after=1)
             peer = http.transport.get_extra_info("peername") if http.transport else None
             address = client_of(peer)
-            await self._turnstile.enter()
+            await self._turnstile.enter(address)
             account = self._proxy.cluster.accounts.of(address, http.headers)
             self._proxy.cluster.dispatcher.admit(account)
             with self._memory.kept(address, http.content_length) as kept:

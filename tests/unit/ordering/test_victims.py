@@ -30,6 +30,7 @@ class Asked:
     is_prefill_chunk: bool = False
     status: Any = RequestStatus.WAITING
     blocks: int = 0
+    num_computed_tokens: int = 0
     suspended_at: int = -1
     sampling_params: Any = None
     kv_transfer_params: Any = None
@@ -133,7 +134,7 @@ def served(victim: str, lengths: list[int], blocks: int = 60, every: int = 3) ->
         scheduler.step()
         assert scheduler.steps < 200_000, "somebody is never served"
     assert scheduler.free == blocks and not scheduler.running
-    assert not scheduler.victims._suspended and scheduler.victims._back is None
+    assert not scheduler.victims._suspended and not scheduler.victims._back
     return scheduler
 
 
@@ -193,6 +194,35 @@ def test_nobody_is_suspended_for_longer_than_its_bound(
             first = min(overdue, key=lambda one: one.until).request
             late = [step for step, _ in first.passed_by if step > before[id(first)].until + 8]
             assert not late, "nobody begins before the one that has waited for longest"
+
+
+def test_all_come_back_soon_where_all_were_suspended_and_fit() -> None:
+    """As when an operator resets the prefix cache."""
+    scheduler = SmallScheduler(10_000, "rest", slots=256)
+    for i in range(200):
+        scheduler.waiting.add_request(Asked(f"r{i}", 20, 300))
+    for _ in range(5):
+        scheduler.step()
+    while scheduler.running:
+        scheduler._suspend(scheduler.running.pop())
+    for _ in range(150):
+        scheduler.step()
+    assert len(scheduler.running) == 200
+
+
+def test_one_whose_cache_is_loaded_from_elsewhere_is_not_held_back() -> None:
+    scheduler = SmallScheduler(100, "rest")
+    runs, loads = Asked("runs", 20, 300), Asked("loads", 20, 300)
+    for request in (runs, loads):
+        scheduler.waiting.add_request(request)
+    scheduler.step()
+    scheduler.running.remove(loads)
+    scheduler._suspend(loads)
+    assert scheduler.victims.most_tokens(loads, 21) == 0
+    loads.status, loads.num_computed_tokens = RequestStatus.WAITING_FOR_REMOTE_KVS, 21
+    assert scheduler.victims.most_tokens(loads, 1) == 1
+    scheduler.victims.before_scheduling()
+    assert not scheduler.victims._suspended
 
 
 def test_nothing_happens_while_there_is_room() -> None:

@@ -232,6 +232,23 @@ class TestService:
         with table.waits(new):
             assert new.account.served == 0.0
 
+    def test_what_one_model_serves_is_no_debt_to_another(self, table: Accounts) -> None:
+        heavy = asked(table.named("heavy"))
+        heavy.model = "large"
+        heavy.account.settle(heavy, 1_000_000.0)
+        with table.waits(heavy):
+            table.placed(heavy)
+        new = asked(table.named("new"))
+        new.model = "small"
+        with table.waits(new):
+            assert new.account.served == 0.0
+        for i in range(1000):
+            odd = asked(table.named(f"odd{i % 9}"))
+            odd.model = f"made up {i}"
+            with table.waits(odd):
+                table.placed(odd)
+        assert len(table.virtual_times) <= 257
+
     def test_a_long_request_holds_back_nobodys_virtual_time(self, table: Accounts) -> None:
         """Otherwise a client's second address would be owed what all others have had."""
         holder = table.named("holder")

@@ -291,7 +291,7 @@ async def test_one_without_room_holds_back_no_other_client_and_gives_nobody_a_cl
         tier = dispatcher.background_accounts
         had = tier.named("127.0.0.3").served
         if order is FAIR:
-            assert tier.virtual_time > had / 2
+            assert tier.virtual_times["m"] > had / 2
             assert tier.named("127.0.0.2").served > had / 2
         assert not running.done() and not waits.done()
         running.cancel()
@@ -372,6 +372,7 @@ def counting(it: Cluster, usage: Any) -> None:
         ("/v1/completions", {"prompt_tokens": 9, "completion_tokens": 4000}, 8009),
         ("/v1/chat/completions/batch", {"prompt_tokens": 90, "completion_tokens": 50_000}, 100_090),
         ("/v1/messages", {"input_tokens": 9, "output_tokens": 700}, 1409),
+        ("/v1/messages", {"input_tokens": 0, "output_tokens": 1, "cache_read_input_tokens": 9}, 11),
         ("/v1/embeddings", {"prompt_tokens": 9000, "completion_tokens": None}, 9000),
     ],
 )
@@ -400,6 +401,52 @@ async def test_chunks_of_several_tokens_cost_what_they_may_hold(
         await until(lambda: not it.proxy.cluster.accounts.named("127.0.0.1").charges)
         served = it.proxy.cluster.accounts.named("127.0.0.1").served
         assert 2 * 100 < served <= 2 * 2 * (most or 4_096) + 100
+
+
+class HidesItsTokens(ScriptedEngine):
+    """Reasons for half a second, of which its client sees nothing."""
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n')
+        await asyncio.sleep(0.5)
+        await response.write(b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": ')
+        await response.write(b'"stop"}]}\n\ndata: [DONE]\n\n')
+        return response
+
+
+async def test_reasoning_that_is_not_shown_is_not_free(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer, 1, kind=HidesItsTokens) as it:
+        it.proxy.cluster.step.seconds = 0.001
+        hidden = {"messages": [{"role": "user", "content": "a"}], "include_reasoning": False}
+        body = {"model": "m", "stream": True, "max_tokens": 2000, **hidden}
+        async with it.session.post(it.url + "/v1/chat/completions", json=body) as response:
+            assert response.status == 200 and await response.read()
+        await until(lambda: not it.proxy.cluster.accounts.named("127.0.0.1").charges)
+        assert it.proxy.cluster.accounts.named("127.0.0.1").served > 2 * 300
+
+
+class FailsOnce(ScriptedEngine):
+    """Answers 500 after a while, and at once the next time."""
+
+    failed = 0
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        FailsOnce.failed += 1
+        if FailsOnce.failed == 1:
+            await asyncio.sleep(0.3)
+            return web.json_response({"error": {"message": "broken"}}, status=500)
+        return web.json_response({"choices": [], "usage": {"prompt_tokens": 9}})
+
+
+async def test_what_an_engine_did_wrong_costs_its_client_nothing(tokenizer: Tokenizer) -> None:
+    FailsOnce.failed = 0
+    async with cluster(tokenizer, 2, kind=FailsOnce) as it:
+        it.proxy.cluster.step.seconds = 0.001
+        status, _, _ = await it.post({**BODY, "n": 64, "max_tokens": 2000})
+        assert (status, FailsOnce.failed) == (200, 2)
+        assert it.proxy.cluster.accounts.named("127.0.0.1").served == 9
 
 
 class NeverEnds(ScriptedEngine):

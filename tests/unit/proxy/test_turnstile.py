@@ -10,7 +10,7 @@ async def test_a_burst_is_let_in_a_few_at_a_turn_in_its_order() -> None:
     sizes, before = list[int](), 0
 
     async def enter(i: int) -> None:
-        await turnstile.enter()
+        await turnstile.enter("a")
         entered.append(i)
 
     def look() -> None:
@@ -27,21 +27,32 @@ async def test_a_burst_is_let_in_a_few_at_a_turn_in_its_order() -> None:
 
 async def test_who_leaves_holds_back_nobody() -> None:
     turnstile = Turnstile()
-    tasks = [asyncio.create_task(turnstile.enter()) for _ in range(100)]
+    tasks = [asyncio.create_task(turnstile.enter("a")) for _ in range(100)]
     await asyncio.sleep(0)
     for task in tasks[::2]:
         task.cancel()
     async with asyncio.timeout(10):
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(turnstile.enter() for _ in range(100)))
+        await asyncio.gather(*(turnstile.enter("a") for _ in range(100)))
 
 
 async def test_one_alone_does_not_wait() -> None:
     turnstile = Turnstile()
     for _ in range(5):
-        entering = turnstile.enter()
+        entering = turnstile.enter("a")
         try:
             entering.send(None)
         except StopIteration:
             continue
         raise AssertionError("it waits though nobody else came")
+
+
+async def test_a_burst_of_one_client_does_not_hold_back_another() -> None:
+    turnstile, entered = Turnstile(), list[str]()
+
+    async def enter(client: str) -> None:
+        await turnstile.enter(client)
+        entered.append(client)
+
+    await asyncio.gather(*(enter("many") for _ in range(500)), enter("one"))
+    assert entered.index("one") <= 48
