@@ -193,11 +193,16 @@ class Cluster:
     ) -> tuple[list[dict[str, Any]], ScriptedEngine]:
         """Chunks of `answered`, whose engine has a fault at its tenth token; and that engine."""
         faulty: list[ScriptedEngine] = []
+        until_then = 12  # else it may have ended before its client has read ten
+        self.set_decodes(stalls_at=until_then)
 
         async def at(came: int) -> None:
             if came == 10 and not faulty:
                 faulty.append(self.source_and_target()[0])
                 await fault(faulty[0])
+                for engine in self.decodes:
+                    if engine.stalls_at == until_then:
+                        engine.stalls_at = 0
 
         return await self.answered(tokens, at), faulty[0]
 
