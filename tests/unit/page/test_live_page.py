@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from coordinated_cluster import Coordinated, Make
+from coordinated_cluster import Coordinated
 from made_up_cluster import MadeUpCluster
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
@@ -157,22 +157,22 @@ def decoding(snapshot: Snapshot) -> int:
     return snapshot.requests.phase.count(Phase.DECODING)
 
 
+@pytest.mark.cluster(prefix_caching=False)
 async def test_it_shows_the_requests_of_every_proxy_and_the_pauses_of_moves(
-    coordinated: Make,
+    many: Coordinated,
 ) -> None:
-    async with coordinated(prefix_caching=False) as it:
-        with it.unhurried():
-            tasks = [
-                asyncio.create_task(proxy.stream({**LONG, "prompt": f"{PROMPT} {i}"}))
-                for proxy in it.proxies
-                for i in range(2)
-            ]
-            async with watching(it) as read:
-                before = await seen(read, lambda one: decoding(one) == 4)
-                status, _ = await it.ask("POST", "drain/decode-0")
-                assert status == 200
-                after = await seen(read, lambda one: len(one.moves) == 2)
-        await asyncio.gather(*tasks)
+    with many.unhurried():
+        tasks = [
+            asyncio.create_task(proxy.stream({**LONG, "prompt": f"{PROMPT} {i}"}))
+            for proxy in many.proxies
+            for i in range(2)
+        ]
+        async with watching(many) as read:
+            before = await seen(read, lambda one: decoding(one) == 4)
+            status, _ = await many.ask("POST", "drain/decode-0")
+            assert status == 200
+            after = await seen(read, lambda one: len(one.moves) == 2)
+    await asyncio.gather(*tasks)
     columns, held = before.requests, [0] * len(before.instances)
     names = dict(zip(columns.number, columns.name, strict=True))
     assert len(names) == 4, "each request has its number"
@@ -194,14 +194,13 @@ async def test_it_shows_the_requests_of_every_proxy_and_the_pauses_of_moves(
 
 
 @pytest.mark.slow
-async def test_a_new_coordinator_shows_what_proxies_report(coordinated: Make) -> None:
-    async with coordinated() as it:
-        with it.unhurried():
-            tasks = [asyncio.create_task(proxy.stream(LONG)) for proxy in it.proxies]
-            async with watching(it) as read:
-                await seen(read, lambda one: decoding(one) == 2)
-                await it.stop_coordinator()
-            await it.start_coordinator()
-            async with watching(it) as read:
-                await seen(read, lambda one: decoding(one) == 2)
-        await asyncio.gather(*tasks)
+async def test_a_new_coordinator_shows_what_proxies_report(many: Coordinated) -> None:
+    with many.unhurried():
+        tasks = [asyncio.create_task(proxy.stream(LONG)) for proxy in many.proxies]
+        async with watching(many) as read:
+            await seen(read, lambda one: decoding(one) == 2)
+            await many.stop_coordinator()
+        await many.start_coordinator()
+        async with watching(many) as read:
+            await seen(read, lambda one: decoding(one) == 2)
+    await asyncio.gather(*tasks)
