@@ -85,8 +85,8 @@ def main() -> None:
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--seconds", type=float, help="of an attack that count (default: 15)")
     options = parser.parse_args()
-    rounds = options.rounds or (1 if options.quick else 5)
-    seconds = options.seconds or (4.0 if options.quick else 15.0)
+    rounds = (1 if options.quick else 5) if options.rounds is None else options.rounds
+    seconds = (4.0 if options.quick else 15.0) if options.seconds is None else options.seconds
     if rounds < 1 or not seconds > 0:
         parser.error("--rounds and --seconds must be positive")
     attacks = ["none", *(name for name in options.attacks if name != "none")]
