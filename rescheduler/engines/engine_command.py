@@ -46,8 +46,12 @@ _WORKER = "predictor.live.vllm_worker.LiveHeadwayWorker"
 _BARE_SCHEDULER = "data_collection.vllm_scheduler.HeadwayScheduler"
 _SCHEDULER = "predictor.live.vllm_scheduler.LiveHeadwayScheduler"
 _BATCHING_SCHEDULER = "rescheduler.batching.vllm_scheduler.FairBatchingScheduler"
-_SUSPENDING_SCHEDULER = "rescheduler.ordering.vllm_scheduler.SuspendingHeadwayScheduler"
-_ORDERED_SCHEDULER = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
+_SCHEDULERS = {
+    (True, False): "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler",
+    (False, True): "rescheduler.ordering.vllm_scheduler.SuspendingHeadwayScheduler",
+    (True, True): "rescheduler.ordering.vllm_scheduler.OrderedSuspendingHeadwayScheduler",
+}
+"""By whether an engine puts its queue in order, and whether it chooses whom it suspends."""
 _MIDDLEWARE = "rescheduler.batching.admission.AdmissionMiddleware"
 _RESUMES_CHATS = "rescheduler.transfer.vllm_server.ResumedChatsMiddleware"
 _CONNECTOR = "rescheduler.transfer.vllm_connector"
@@ -126,11 +130,12 @@ def engine_command(
         section["batching"] = options.batching
         arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
     elif instance.role == "decode" and (options.order is not None or options.victim != "newest"):
-        scheduler = _SUSPENDING_SCHEDULER
-        if options.order is not None:
-            section["order"], scheduler = options.order, _ORDERED_SCHEDULER
-        if options.victim != "newest":
+        ordered, suspends = options.order is not None, options.victim != "newest"
+        if ordered:
+            section["order"] = options.order
+        if suspends:
             section["victim"] = options.victim
+        scheduler = _SCHEDULERS[ordered, suspends]
         arguments += ["--scheduler-cls", scheduler]
     elif section:
         arguments += ["--scheduler-cls", _SCHEDULER]

@@ -123,16 +123,12 @@ class EngineOrder(SchedulerPart):
         """Return the tokens that each is expected to generate, [n], at least 1."""
         if self._prompts is not None:
             self._forecast(self._prompts, queue)
-        known = self.scheduler.part(KnownForecasts)
-        left = np.empty(len(queue))
-        for i, one in enumerate(queue):
-            forecast = known.remaining(one.request)
-            if forecast is not None:
-                left[i] = forecast.mean()[0]
-                continue
-            expected = self._expected.get(one.request.request_id, self._mean)
-            left[i] = min(expected - one.generated, one.left)
-        return np.maximum(left, 1.0)
+        means = self.scheduler.part(KnownForecasts).means([one.request for one in queue])
+        known, learned = self._expected, self._mean
+        expected = [known.get(one.request.request_id, learned) - one.generated for one in queue]
+        without = np.minimum(expected, [float(one.left) for one in queue])
+        left: npt.NDArray[np.float64] = np.maximum(np.where(np.isnan(means), without, means), 1.0)
+        return left
 
     def _forecast(self, prompts: PromptPredictor, queue: list[QueuedRequest]) -> None:
         """Forecast those that have come since, a few at a time."""

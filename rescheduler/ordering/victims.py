@@ -98,7 +98,6 @@ class Victims(SchedulerPart):
         self._step = self._looked_at = self._sorted_at = 0
         self._sorted: tuple[int, Any] = 0, None
         self._failed = False
-        self._knows = any(issubclass(kind, KnownForecasts) for kind in scheduler.part_types)
 
     def before_scheduling(self) -> None:
         """Put what runs in the order in which it would be given up, and what waits likewise."""
@@ -182,9 +181,8 @@ class Victims(SchedulerPart):
             rests = self._lengths.at(generated)
         else:
             rests = np.fromiter((r.num_tokens for r in requests), np.float64, n)
-        if self._knows:
-            means = self.scheduler.part(KnownForecasts).means(requests)
-            rests = np.where(np.isnan(means), rests, means)
+        means = self.scheduler.part(KnownForecasts).means(requests)
+        rests = np.where(np.isnan(means), rests, means)
         expected: FloatArray = np.maximum(np.minimum(rests, left), 1.0)
         return expected
 

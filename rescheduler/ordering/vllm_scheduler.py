@@ -17,6 +17,12 @@ class SuspendingHeadwayScheduler(LiveHeadwayScheduler):
 
 
 class OrderedHeadwayScheduler(LiveHeadwayScheduler):
-    """Keeps its queue in the order of service, too."""
+    """Knows the forecasts of its requests, and keeps its queue in the order of service."""
+
+    part_types = (*LiveHeadwayScheduler.part_types, EngineOrder)
+
+
+class OrderedSuspendingHeadwayScheduler(LiveHeadwayScheduler):
+    """Does both."""
 
     part_types = (*LiveHeadwayScheduler.part_types, EngineOrder, Victims)

@@ -447,10 +447,10 @@ class PassThrough:
         return ended
 
     def _count(self, request: LiveRequest, seconds: float) -> None:
-        """Charge for what may have been generated in some seconds, where no engine has told.
+        """Charge for the tokens that an engine may have generated in that time, if it did not say.
 
-        Such as in chunks of several tokens, in reasoning that is not shown, or until a client left
-        that waits for the whole answer.
+        It does not for chunks of several tokens, for reasoning that is not shown, and for a client
+        that leaves before the whole answer.
         """
         client, read = request.client, float(request.generated_tokens)
         steps = seconds / self._flow.step.seconds

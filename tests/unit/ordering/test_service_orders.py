@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
 from data_collection.vllm_adapter.scheduling import arrival, queued_requests
-from predictor.forecasts.forecast import PointForecast, SurvivalForecast
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.ordering import ServiceOrder, create_order
@@ -235,9 +234,8 @@ class _Forecasts:
     def __init__(self, remaining: dict[str, int]) -> None:
         self._remaining = remaining
 
-    def remaining(self, request: Any) -> SurvivalForecast | None:
-        left = self._remaining.get(request.request_id)
-        return None if left is None else PointForecast.new([left]).on_grid([0, 1, left, left + 1])
+    def means(self, requests: list[Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array([self._remaining.get(one.request_id, np.nan) for one in requests], float)
 
 
 def part(

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
 from data_collection.vllm_scheduler import SchedulerPart
+from predictor.live.vllm_scheduler import KnownForecasts
 from rescheduler.ordering.expected_rest import RestByAge, peak
 from rescheduler.ordering.victims import Victims, read_victim
 
@@ -52,7 +53,6 @@ class SmallScheduler:
             additional_config={"headway": {"victim": victim}},
             scheduler_config=SimpleNamespace(policy="fcfs"),
         )
-        self.part_types: tuple[type[SchedulerPart], ...] = (Victims,)
         self.running: list[Any] = []
         self.waiting = FCFSRequestQueue()
         self.free, self.slots, self.block_size = blocks, slots, BLOCK
@@ -62,6 +62,10 @@ class SmallScheduler:
         self.steps = self.preemptions = 0
         self.ended: list[Asked] = []
         self.victims = Victims(self)
+
+    def part(self, kind: type[SchedulerPart]) -> Any:
+        assert kind is KnownForecasts
+        return SimpleNamespace(means=lambda requests: np.full(len(requests), np.nan))
 
     def step(self) -> None:
         self.victims.before_scheduling()

@@ -296,7 +296,7 @@ def test_a_decode_instance_suspends_whom_it_is_told() -> None:
     assert json.loads(after(command, "--additional-config"))["headway"]["victim"] == "rest"
     ordered = deployment(engine=replace(ON_CPU, victim="context", order={"name": "boost"}))
     command = engine_command(ordered, DECODE, "m", "python")
-    scheduler = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
+    scheduler = "rescheduler.ordering.vllm_scheduler.OrderedSuspendingHeadwayScheduler"
     assert after(command, "--scheduler-cls") == scheduler
     section = json.loads(after(command, "--additional-config"))["headway"]
     assert (section["victim"], section["order"]) == ("context", {"name": "boost"})
