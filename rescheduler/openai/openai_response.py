@@ -145,7 +145,7 @@ class _Counted(msgspec.Struct):
 _counted = msgspec.json.Decoder(_Counted)
 
 
-def read_usage(document: bytes | bytearray) -> tuple[int, int] | None:
+def read_usage(document: bytes | bytearray | str) -> tuple[int, int] | None:
     """Return the prompt and output tokens that an answer of any endpoint says; None: it does not.
 
     They are of all its prompts and answers together.

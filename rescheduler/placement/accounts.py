@@ -91,6 +91,11 @@ class Accounts:
         self._accounts.move_to_end(name)
         return account
 
+    def at_work(self) -> tuple[int, float]:
+        """Return how many accounts have requests, and the largest share of them that one has."""
+        unfinished = [one.unfinished for one in self._accounts.values() if one.unfinished]
+        return len(unfinished), max(unfinished) / sum(unfinished) if unfinished else 0.0
+
     def refused_key(self) -> None:
         """Note that an engine has refused a request for want of a key."""
         self._checks_keys = True

@@ -347,6 +347,15 @@ class ClusterMetrics(Collector, Generic[R]):
             value=dispatcher.waiting_in_background,
         )
         yield from (waiting, running, background, tokens, up, draining)
+        accounts, largest = self._cluster.accounts.at_work()
+        yield GaugeMetricFamily(
+            f"{prefix}_accounts", "accounts of clients that have requests", value=accounts
+        )
+        yield GaugeMetricFamily(
+            f"{prefix}_largest_account_share",
+            "of all requests, those of the account that has the most",
+            value=largest,
+        )
         tasks = len(asyncio.all_tasks())
         yield GaugeMetricFamily(f"{prefix}_event_loop_tasks", self._tasks, value=tasks)
 

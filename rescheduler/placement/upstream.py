@@ -26,6 +26,7 @@ from rescheduler.openai.openai_request import (
     error_body,
 )
 
+_LONGEST_HEADER = 1 << 20  # bytes: one describes every embedding of a request
 _KEPT_SECONDS = 1.0
 """For which an idle connection is kept: vLLM closes it after five."""
 _LARGEST_ANSWER = 8 << 20
@@ -131,6 +132,7 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds),
             headers={"Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not another's
+            max_field_size=_LONGEST_HEADER,
         )
 
     async def close(self) -> None:

@@ -360,6 +360,8 @@ _KEYED = "/v1/"
 """Paths for which engines ask for a key; others they answer to anybody."""
 
 _EVENTS = "text/event-stream"
+_DESCRIBES = "metadata"
+"""Header in which an engine describes embeddings of ``encoding_format: bytes``."""
 _LONG_ANSWER = 4_096  # tokens, where the client gives no limit
 _HELD_BYTES = 8 << 20
 """Of an answer, until its client gets it: what fails before can start again elsewhere."""
@@ -413,7 +415,7 @@ class PassThrough:
         flow, streams = self._flow, request.client.stream
         patience = flow.options.first_token_seconds
         document: web.StreamResponse | None = None
-        failed, request.counted = False, None
+        failed, untold, request.counted = False, streams, None
         clock = asyncio.get_running_loop().time
         began = inf if streams else clock()  # a stream: once its engine has begun with it
         try:
@@ -430,6 +432,7 @@ class PassThrough:
                         began = stream.heard_at
                 else:
                     document = await self._document(stream, answer)
+                    untold = request.counted is None and answer.has_content
             ended = await answer.end() if document is None else document
         except TimeoutError as error:
             raise UpstreamError(instance.instance, "no end to its answer in time") from error
@@ -439,7 +442,7 @@ class PassThrough:
         except (asyncio.CancelledError, ClientGoneError):
             self._count(request, clock() - began)
             raise
-        if streams:
+        if untold:
             self._count(request, clock() - began)
         if failed:
             raise UpstreamError(instance.instance, "its stream ends with an error", answered=True)
@@ -449,8 +452,8 @@ class PassThrough:
     def _count(self, request: LiveRequest, seconds: float) -> None:
         """Charge for the tokens that an engine may have generated in that time, if it did not say.
 
-        It does not for chunks of several tokens, for reasoning that is not shown, and for a client
-        that leaves before the whole answer.
+        It does not for chunks of several tokens, for reasoning that is not shown, for a client that
+        leaves before the whole answer, and for one that is too large to be kept.
         """
         client, read = request.client, float(request.generated_tokens)
         steps = seconds / self._flow.step.seconds
@@ -530,6 +533,9 @@ class PassThrough:
         """
         response, wait = stream.response, stream.wait
         kind = response.headers.get("Content-Type", "application/json")
+        described = response.headers.get(_DESCRIBES)
+        if described is not None:
+            answer.headers[_DESCRIBES] = described
         held, reading = bytearray(), response.content.iter_any()
         loop, left = asyncio.get_running_loop(), self._flow.options.first_token_seconds
         while True:
@@ -548,7 +554,7 @@ class PassThrough:
         with wait.writing():
             if answer.has_content:
                 return await answer.end()
-            usage = read_usage(held)
+            usage = read_usage(held if described is None else described)
             if usage is not None:
                 stream.request.was_counted(*usage)
             if answer.begun:  # comments have begun a stream, which the engine did not give

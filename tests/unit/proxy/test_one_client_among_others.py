@@ -387,6 +387,56 @@ async def test_an_answer_that_comes_whole_costs_what_its_engine_counted(
     assert it.proxy.cluster.accounts.named("127.0.0.1").served == service
 
 
+async def test_metrics_say_how_much_one_account_has(flooded: Cluster) -> None:
+    assert await flooded.metric("headway_proxy_accounts") == 1
+    async with client(flooded, "127.0.0.3") as honest:
+        asking = asyncio.create_task(ask(honest))
+        await until(lambda: flooded.proxy.cluster.accounts.named("127.0.0.3").unfinished == 1)
+        assert await flooded.metric("headway_proxy_accounts") == 2
+        assert 0.8 < await flooded.metric("headway_proxy_largest_account_share") < 1
+        asking.cancel()
+
+
+@pytest.mark.cluster(decodes=1)
+async def test_embeddings_as_bytes_come_with_what_describes_and_counts_them(it: Cluster) -> None:
+    items = [{"index": i, "start": 0, "end": 4, "shape": [2]} for i in range(2_000)]
+    metadata = json.dumps({"data": items, "usage": {"prompt_tokens": 9000, "total_tokens": 9000}})
+
+    async def script(http: web.Request) -> web.StreamResponse:
+        kind = "application/octet-stream"
+        return web.Response(body=b"\0\1\2\3", content_type=kind, headers={"metadata": metadata})
+
+    it.set_decodes(script=script)
+    body = {"model": BODY["model"], "input": "a", "encoding_format": "bytes"}
+    relaxed = {"max_field_size": 1 << 20}
+    async with (
+        aiohttp.ClientSession(**relaxed) as session,
+        session.post(it.url + "/v1/embeddings", json=body) as response,
+    ):
+        assert (response.status, await response.read()) == (200, b"\0\1\2\3")
+        assert response.headers["metadata"] == metadata
+    assert it.proxy.cluster.accounts.named("127.0.0.1").served == 9000
+
+
+@pytest.mark.cluster(decodes=1)
+async def test_an_answer_that_is_too_large_to_be_kept_costs_the_time_that_it_took(
+    it: Cluster,
+) -> None:
+    it.proxy.cluster.step.seconds = 0.001
+
+    async def script(http: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.5)
+        usage = {"prompt_tokens": 9, "completion_tokens": 500}
+        return web.json_response({"choices": [{"text": "a" * (9 << 20)}], "usage": usage})
+
+    it.set_decodes(script=script)
+    async with it.session.post(it.url + "/v1/completions", json={**BODY, "n": 2}) as response:
+        assert len(await response.read()) > 9 << 20
+    account = it.proxy.cluster.accounts.named("127.0.0.1")
+    await until(lambda: not account.charges)
+    assert account.served >= 2 * 2 * BODY["max_tokens"]  # both answers in full
+
+
 @pytest.mark.parametrize(("interval", "most"), [(100, 900), (10**12, 900), (100, None)])
 async def test_chunks_of_several_tokens_cost_what_they_may_hold(
     tokenizer: Tokenizer, interval: int, most: int | None
