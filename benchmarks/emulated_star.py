@@ -9,9 +9,12 @@ requests a second. Answers, prompts and KV caches have a quarter of the tokens, 
 four times as long to read: steps take as long, all else a quarter of the time, and the memory is as
 full. Requests go to the instance with the fewest KV tokens, as in the paper.
 
+An arm is a planner of moves, and whom an engine suspends when its cache is full.
+
 Prints, with half a 95% interval over rounds, the variance of the instances' step times, the P99 of
-TPOT, goodput (TTFT within 1 s, TPOT within 25 ms), preemptions and moves of the requests that ended
-in time, beside the paper's; and what the simulator says of the same requests. What is finished is
+TPOT, goodput (TTFT within 1 s, TPOT within 25 ms), preemptions, moves, the P99 of TTFT and the mean
+latency of the requests that ended in time, the longest gap within an answer, and how many ended,
+beside the paper's; and what the simulator says of the same requests. What is finished is
 kept in the folder, and not run again while its settings stay the same.
 """
 
@@ -40,6 +43,7 @@ from benchmarks.support.experiment import (
 from benchmarks.support.report import by_round, mean_of
 from rescheduler.demo.demo_load import preemptions
 from rescheduler.demo.scripted_load import (
+    EmulatedAnswer,
     EmulatedRequest,
     answer_figures,
     changed_answers,
@@ -55,6 +59,7 @@ from rescheduler.emulation.emulate_options import (
 )
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.emulated_deployment import model_to_load
+from rescheduler.ordering.expected_rest import Victim
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,
@@ -83,27 +88,36 @@ LAW = AnswerLengths(median=2_400 / SCALE, sigma=1.4, longest=32_768 // SCALE)
 TTFT_S, TPOT_S = 1.0, 0.025
 STAR = {"name": "star", "interval_seconds": 0.1}
 UNAWARE = STAR | {"prediction": False}
-FIGURES = ("variance", "tpot_p99", "goodput", "preemptions", "moves")
+SURVIVAL = {"name": "survival", "interval_seconds": 0.1}
+COMPARED = ("variance", "tpot_p99", "goodput", "preemptions", "moves")
+"""What the simulator has as well."""
+FIGURES = (*COMPARED, "ttft_p99", "latency", "longest_gap", "ended")
 
 
 class Arm(NamedTuple):
-    """How requests move, whether lengths are known, and the paper's variance and P99 of TPOT."""
+    """How requests move, who is suspended where a cache is full, whether lengths are known, and
+    the paper's variance and P99 of TPOT."""
 
     migration: dict[str, Any] | None
+    victim: Victim = "newest"
     exact: bool = False
     paper: str = ""
 
 
 ARMS = {
-    "none": Arm(None, paper="96.3 ms"),
-    "star_unaware": Arm(UNAWARE, paper="28.3 ms"),
-    "star": Arm(STAR, paper="0.78 ms², 24.3 ms"),
-    "survival": Arm({"name": "survival", "interval_seconds": 0.1}),
-    "star_exact": Arm(STAR, exact=True),
+    "none_newest": Arm(None, paper="96.3 ms"),
+    "none_forecast": Arm(None, "rest"),
+    "survival_newest": Arm(SURVIVAL),
+    "survival_context": Arm(SURVIVAL, "context"),
+    "survival_age": Arm(SURVIVAL, "age"),
+    "survival_forecast": Arm(SURVIVAL, "rest"),
+    "star_unaware_newest": Arm(UNAWARE, paper="28.3 ms"),
+    "star_newest": Arm(STAR, paper="0.78 ms², 24.3 ms"),
+    "star_exact_newest": Arm(STAR, exact=True),
 }
 SIMULATED: dict[str, str | dict[str, Any]] = {
-    "none": "none",
-    "star_unaware": {"name": "star", "prediction": False},
+    "none_newest": "none",
+    "star_unaware_newest": {"name": "star", "prediction": False},
 }
 """Planners that need no forecast: what differs is the simulator's idea of vLLM and of a move."""
 
@@ -113,12 +127,12 @@ class EmulatedStar(Experiment):
 
     name = "emulated_star"
     arms = ARMS
-    base = "none"
+    base = "none_newest"
     figures = FIGURES
     has_loads = False
 
-    def engines_of(self, arm: str) -> bool:
-        return ARMS[arm].exact
+    def engines_of(self, arm: str) -> tuple[bool, Victim]:
+        return ARMS[arm].exact, ARMS[arm].victim
 
     def emulate(self, exact: bool) -> EmulateOptions:
         return self.emulated(
@@ -130,8 +144,11 @@ class EmulatedStar(Experiment):
             transfer=MACHINE.transfer,
         )
 
-    def deployment(self, key: bool) -> Deployment:
-        return emulated_replicas(self.emulate(key), DECODE, SLOTS, prefill=1, max_model_len=8_320)
+    def deployment(self, key: tuple[bool, Victim]) -> Deployment:
+        exact, victim = key
+        emulate = self.emulate(exact)
+        engines = emulated_replicas(emulate, DECODE, SLOTS, prefill=1, max_model_len=8_320)
+        return replace(engines, engine=replace(engines.engine, victim=victim))
 
     def settings(self, run: Run | None) -> dict[str, Any]:
         assert run is not None, "the rate is the paper's"
@@ -140,6 +157,7 @@ class EmulatedStar(Experiment):
             "emulate": of_results(self.emulate(arm.exact), "barrier"),
             "decode": DECODE,
             "migration": arm.migration,
+            "victim": arm.victim,
             "rate": RATE,
             "seconds": self.options.seconds,
         }
@@ -154,7 +172,7 @@ class EmulatedStar(Experiment):
         url, model = serving.proxy_url, serving.served_name
         with proxy(serving, self.scratch):
             answers = await serve_load(url, model, load, 1.0, salt, until=seconds)
-            until = time.perf_counter()
+            until, given_up = time.perf_counter(), time.monotonic()
             preempted = await asyncio.to_thread(preemptions, deployment) - before
             moves = await asyncio.to_thread(moved, serving)
         await until_idle(deployment, PATIENCE)
@@ -168,6 +186,9 @@ class EmulatedStar(Experiment):
             "preemptions": preempted,
             "moves": moves,
             "ended": figures["requests"],
+            "latency": figures["latency"],
+            "ttft_p99": figures["ttft_p99"],
+            "longest_gap": max(longest_gap(one, given_up) for one in answers),
             "failed": figures["failed"],
             "changed": float(changed_answers(ended, Path(model_to_load(deployment)))),
             "excess": step_sums(logs, since).excess,
@@ -189,28 +210,35 @@ class EmulatedStar(Experiment):
         rows = []
         for arm, runs in every.items():
             if runs:
-                cells = [mean_of(by_round(runs, name)).shown(".3g", ".2g") for name in FIGURES]
+                names = [name for name in FIGURES if name in COMPARED or arm in ARMS]
+                cells = [mean_of(by_round(runs, name)).shown(".3g", ".2g") for name in names]
+                cells += [""] * (len(FIGURES) - len(names))
                 paper = ARMS[arm].paper if arm in ARMS else ""
                 rows.append([arm, f"{len(runs)}", *cells, paper])
         heads = ["variance, ms²", "TPOT P99, ms", "goodput, /s", "preemptions", "moves"]
+        heads += ["TTFT P99, s", "latency, s", "longest gap, s", "ended"]
         return ["\n".join(markdown_table(["arm", "rounds", *heads, "paper"], rows))]
 
     def summary(self, found: Mapping[float, Arms]) -> dict[str, float]:
         (every,) = found.values()
         figures: dict[str, float] = {}
         for arm, runs in every.items():
-            for name in FIGURES if runs else ():
+            for name in (FIGURES if arm in ARMS else COMPARED) if runs else ():
                 label = arm.replace(", ", "_")
                 figures |= mean_of(by_round(runs, name)).figures(f"{name}_{label}")
+        none, chosen = every.get("none_newest", {}), every.get("survival_forecast", {})
+        ratios = [chosen[i]["tpot_p99"] / none[i]["tpot_p99"] for i in chosen if i in none]
+        if ratios:
+            figures["worst_round_survival_forecast_against_none"] = max(ratios)
         return figures | excess_of(every)
 
 
 def main() -> None:
     parser = EmulatedStar.parser("STAR's own setting on emulated engines", rounds=3)
-    parser.set_defaults(arms=list(ARMS)[:4], seconds=SECONDS)
+    parser.set_defaults(arms=list(ARMS)[:6], seconds=SECONDS)
     star = EmulatedStar(parser.parse_args())
     star.capacity = RATE
-    star.main({"arms": ["none", "star_unaware"], "seconds": 30.0})
+    star.main({"arms": ["none_newest", "star_unaware_newest"], "seconds": 30.0})
 
 
 def drawn(number: int, seconds: float) -> list[EmulatedRequest]:
@@ -222,6 +250,12 @@ def drawn(number: int, seconds: float) -> list[EmulatedRequest]:
     rows = zip(prompt.tolist(), np.maximum(2, output).tolist(), arrives.tolist(), strict=True)
     load = [EmulatedRequest(number * 1_000_000 + i, *row) for i, row in enumerate(rows)]
     return [one for one in load if one.arrives < seconds]
+
+
+def longest_gap(answer: EmulatedAnswer, given_up: float) -> float:
+    """Return the longest time that a client waited for a token after the first, to the last."""
+    waits = answer.first < np.inf and not answer.tokens
+    return max(answer.longest_gap, given_up - answer.last if waits else 0.0)
 
 
 def step_variance(logs: Sequence[Path], since: float, until: float) -> float:

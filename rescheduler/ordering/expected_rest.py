@@ -9,9 +9,9 @@ from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 
 FloatArray = npt.NDArray[np.float64]
 
-Victim = Literal["rest", "context", "newest"]
-"""Whom an engine suspends: the request with the longest expected rest, that with the longest
-context, or, as vLLM does, the one that came last."""
+Victim = Literal["rest", "age", "context", "newest"]
+"""Whom an engine suspends: the request with the longest expected rest, by its forecast or by its
+age alone, that with the longest context, or, as vLLM does, the one that came last."""
 
 _KEPT, _FEWEST = 1024, 30
 

@@ -181,8 +181,9 @@ class Victims(SchedulerPart):
             rests = self._lengths.at(generated)
         else:
             rests = np.fromiter((r.num_tokens for r in requests), np.float64, n)
-        means = self.scheduler.part(KnownForecasts).means(requests)
-        rests = np.where(np.isnan(means), rests, means)
+        if self._victim != "age":
+            means = self.scheduler.part(KnownForecasts).means(requests)
+            rests = np.where(np.isnan(means), rests, means)
         expected: FloatArray = np.maximum(np.minimum(rests, left), 1.0)
         return expected
 

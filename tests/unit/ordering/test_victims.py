@@ -297,6 +297,14 @@ def test_the_peak_of_what_is_held() -> None:
 
 @pytest.mark.parametrize("given", [{"victim": "oldest"}, {"victim": 3}, {"victim": None}])
 def test_no_other_victim_is_taken(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="one of rest, context, newest, not"):
+    with pytest.raises(ValueError, match="one of rest, age, context, newest, not"):
         read_victim({"headway": given})
     assert read_victim({}) == "newest"
+
+
+def test_the_age_alone_asks_no_forecast() -> None:
+    scheduler = served("age", two_kinds(120))
+    scheduler.part = pytest.fail  # type: ignore[method-assign,assignment]
+    by_forecast = served("rest", two_kinds(120))
+    assert len(scheduler.ended) == len(by_forecast.ended) == 120
+    assert scheduler.preemptions == by_forecast.preemptions  # which knows none
