@@ -34,14 +34,14 @@ from benchmarks.support.experiment import (
     Arms,
     Experiment,
     Run,
+    check_schedulers,
     emulated_replicas,
     excess_of,
-    moved,
     of_results,
     step_logs,
 )
 from benchmarks.support.report import by_round, mean_of
-from rescheduler.demo.demo_load import preemptions
+from rescheduler.demo.demo_load import moves, preemptions
 from rescheduler.demo.scripted_load import (
     EmulatedAnswer,
     EmulatedRequest,
@@ -95,8 +95,7 @@ FIGURES = (*COMPARED, "ttft_p99", "latency", "longest_gap", "ended")
 
 
 class Arm(NamedTuple):
-    """How requests move, who is suspended where a cache is full, whether lengths are known, and
-    the paper's variance and P99 of TPOT."""
+    """A planner, a victim, whether lengths are known; the paper's variance and P99 of TPOT."""
 
     migration: dict[str, Any] | None
     victim: Victim = "newest"
@@ -174,7 +173,8 @@ class EmulatedStar(Experiment):
             answers = await serve_load(url, model, load, 1.0, salt, until=seconds)
             until, given_up = time.perf_counter(), time.monotonic()
             preempted = await asyncio.to_thread(preemptions, deployment) - before
-            moves = await asyncio.to_thread(moved, serving)
+            moved = await asyncio.to_thread(moves, serving)
+            await asyncio.to_thread(check_schedulers, serving)
         await until_idle(deployment, PATIENCE)
         ended = [one for one in answers if one.error or one.tokens]
         figures = answer_figures(ended, 1.0, TTFT_S, TPOT_S)
@@ -184,7 +184,7 @@ class EmulatedStar(Experiment):
             "tpot_p99": 1e3 * figures["tpot_p99"],
             "goodput": figures["met"] * len(ended) / seconds,
             "preemptions": preempted,
-            "moves": moves,
+            "moves": moved,
             "ended": figures["requests"],
             "latency": figures["latency"],
             "ttft_p99": figures["ttft_p99"],

@@ -64,6 +64,9 @@ class HeadwayScheduler(Scheduler):  # type: ignore[misc]
 
     True lengths and finish reasons are the scheduler's knowledge; the rows are the worker's. Both
     meet in the worker, in order, on the message that goes there anyway.
+
+    Attributes:
+        failures: times that a part failed, and left its decision to vLLM.
     """
 
     part_types: ClassVar[tuple[type[SchedulerPart], ...]] = ()
@@ -79,6 +82,7 @@ class HeadwayScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(vllm_config, *args, **kwargs)
         bind_cache_manager(self)
         self._ended: list[FinishedRequest] = []
+        self.failures = 0
         self._parts = [part(self) for part in self.part_types]
         limits = SchedulerPart.most_tokens
         self._limiting = [part for part in self._parts if type(part).most_tokens is not limits]

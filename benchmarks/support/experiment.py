@@ -28,7 +28,7 @@ from benchmarks.support.report import (
     rotated,
     write_report,
 )
-from rescheduler.demo.demo_load import metric_total, preemptions
+from rescheduler.demo.demo_load import moves, preemptions, scheduler_failures
 from rescheduler.demo.scripted_load import (
     EmulatedRequest,
     answer_figures,
@@ -338,12 +338,13 @@ async def served(
     with proxy(serving, scratch):
         url, model = serving.proxy_url, serving.served_name
         answers = await serve_load(url, model, load, emulate.dilation, salt)
-        moves = await asyncio.to_thread(moved, serving)
+        moved = await asyncio.to_thread(moves, serving)
+        await asyncio.to_thread(check_schedulers, serving)
     await until_idle(serving, PATIENCE)
     sums = step_sums(step_logs(scratch, serving.instances), since)
     return answer_figures(answers, emulate.dilation) | {
         "preemptions": await asyncio.to_thread(preemptions, serving) - before,
-        "moves": moves,
+        "moves": moved,
         "changed": float(changed_answers(answers, Path(model_to_load(serving)))),
         "excess": sums.excess,
         "jitter": sums.jitter,
@@ -352,10 +353,15 @@ async def served(
     }
 
 
-def moved(serving: Deployment) -> float:
-    """Return how many requests the proxy has moved."""
-    metrics = f"{serving.proxy_url}/metrics"
-    return metric_total(metrics, "headway_proxy_migrations_total", outcome="moved")
+def check_schedulers(serving: Deployment) -> None:
+    """Check that engines did what was asked of them.
+
+    Raises:
+        RuntimeError: one has left a decision to vLLM.
+    """
+    failures = scheduler_failures(serving)
+    if failures:
+        raise RuntimeError(failures)
 
 
 def step_logs(scratch: Path, instances: Sequence[Instance]) -> list[Path]:

@@ -55,6 +55,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
         kv_capacity_tokens: tokens the KV cache holds.
         prefill_budget: tokens of new prompts that it can still compute in time, below 0 when it
             has taken on too much; None if its scheduler does not reckon it.
+        failures: times that Headway's part in its scheduler failed, and vLLM's own rule was used.
     """
 
     running: Requests = 0
@@ -62,6 +63,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
     kv_usage: Share = 0.0
     kv_capacity_tokens: Tokens = 0
     prefill_budget: Budget | None = None
+    failures: Count = 0
 
 
 class RequestForecast(msgspec.Struct, frozen=True, array_like=True):

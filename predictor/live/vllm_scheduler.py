@@ -51,12 +51,15 @@ class KnownForecasts(SchedulerPart):
 
     def scheduled(self, output: Any, prefills_throttled: bool) -> None:
         """Pass the engine's load, and how repetitive its answers are, to the workers."""
-        setattr(output, GAUGES_ATTRIBUTE, Gauges(**fullness(self.scheduler)))
+        setattr(output, GAUGES_ATTRIBUTE, self._gauges())
         self._steps += 1
         if self._k and self._steps % self._k == 0:
             requests = self.scheduler.requests
             found = {name: _repetition(requests[name]) for name in output.num_scheduled_tokens}
             setattr(output, REPETITION_ATTRIBUTE, found)
+
+    def _gauges(self) -> Gauges:
+        return Gauges(**fullness(self.scheduler), failures=self.scheduler.failures)
 
     def computed(self, output: Any) -> None:
         """Keep the forecasts that have arrived."""

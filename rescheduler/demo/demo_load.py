@@ -250,6 +250,14 @@ def moves(deployment: Deployment) -> float:
     return metric_total(metrics, "headway_proxy_migrations_total", outcome="moved")
 
 
+def scheduler_failures(deployment: Deployment) -> str:
+    """Return that engines' own order or choice of victims failed; nothing where none has."""
+    name = "headway_instance_scheduler_failures_total"
+    failures = metric_total(f"{deployment.proxy_url}/metrics", name)
+    what = "an engine's own order or choice of victims failed"
+    return f"{what}, {failures:.0f} times: see the engines' logs" if failures else ""
+
+
 def metric_total(url: str, name: str, **labels: str) -> float:
     """Return the sum of a Prometheus metric over its labels, of those that have these values.
 

@@ -4,6 +4,7 @@ import asyncio
 import csv
 import io
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,13 @@ from data_collection.files import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from data_collection.workload.arrivals import TimeUnit
 from rescheduler.commands.event_loop import held_interrupts, raise_open_files
-from rescheduler.demo.demo_load import metric_total, moves, preemptions, say
+from rescheduler.demo.demo_load import (
+    metric_total,
+    moves,
+    preemptions,
+    say,
+    scheduler_failures,
+)
 from rescheduler.demo.scripted_load import (
     TPOT_S,
     TTFT_S,
@@ -259,6 +266,8 @@ class _Rehearsal:
                         await asyncio.gather(serving, return_exceptions=True)
                         return f"{server.name} ended"
         await serving
+        with suppress(OSError):
+            return await asyncio.to_thread(scheduler_failures, self.deployment)
         return ""
 
 

@@ -386,12 +386,18 @@ class ForecastMetrics(Collector):
                 ("stale", "1 while the engine has not reported recently."),
             )
         )
+        failures = CounterMetricFamily(
+            "headway_instance_scheduler_failures",
+            "Times that an engine's own order or choice of victims failed, and vLLM's was used.",
+            labels=labels,
+        )
         for key, instance in view.instances.items():
             names = [key.name, str(key.rank)]
+            failures.add_metric(names, instance.gauges.failures)
             running.add_metric(names, instance.gauges.running)
             waiting.add_metric(names, instance.gauges.waiting)
             usage.add_metric(names, instance.gauges.kv_usage)
             if instance.gauges.prefill_budget is not None:
                 budget.add_metric(names, instance.gauges.prefill_budget)
             stale.add_metric(names, view.is_stale(key, now))
-        yield from (running, waiting, usage, budget, stale)
+        yield from (running, waiting, usage, budget, stale, failures)

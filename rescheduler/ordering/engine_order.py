@@ -81,6 +81,7 @@ class EngineOrder(SchedulerPart):
         try:
             self._order()
         except Exception:  # an engine ends by one
+            self.scheduler.failures += 1
             if not self._failed:
                 logger.exception("the queue cannot be put in order; it is served as it came")
             self._failed = True

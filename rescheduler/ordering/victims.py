@@ -109,9 +109,7 @@ class Victims(SchedulerPart):
                 self._line_up()
             self._order()
         except Exception:  # an engine ends by one
-            if not self._failed:
-                logger.exception("vLLM chooses whom to suspend, since the order failed")
-            self._failed = True
+            self._note_failure("vLLM chooses whom to suspend, since the order failed")
 
     def most_tokens(self, request: Any, tokens: int) -> int:
         """Compute nothing of a request that stays suspended."""
@@ -182,10 +180,19 @@ class Victims(SchedulerPart):
         else:
             rests = np.fromiter((r.num_tokens for r in requests), np.float64, n)
         if self._victim != "age":
-            means = self.scheduler.part(KnownForecasts).means(requests)
-            rests = np.where(np.isnan(means), rests, means)
+            try:
+                means = self.scheduler.part(KnownForecasts).means(requests)
+                rests = np.where(np.isnan(means), rests, means)
+            except Exception:  # an engine ends by one
+                self._note_failure("the age says who is suspended, since the forecasts failed")
         expected: FloatArray = np.maximum(np.minimum(rests, left), 1.0)
         return expected
+
+    def _note_failure(self, what: str) -> None:
+        self.scheduler.failures += 1
+        if not self._failed:
+            logger.exception(what)
+        self._failed = True
 
     def _forget(self, name: str) -> None:
         self._suspended.pop(name, None)

@@ -330,7 +330,7 @@ def test_prometheus_reads_scores_and_telemetry() -> None:
     engine.start()  # lost
     end, late = engine.finish(name="a"), engine.start()
     snapshot = engine.snapshot()
-    gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=96.5)
+    gauges = msgspec.structs.replace(snapshot.gauges, prefill_budget=96.5, failures=3)
     snapshot = msgspec.structs.replace(snapshot, gauges=gauges)
     with GivenTelemetry() as telemetry:
         telemetry.hear(*map(frames, (end, snapshot, snapshot)), [b"junk"], at=10.0)
@@ -356,6 +356,7 @@ def test_prometheus_reads_scores_and_telemetry() -> None:
     assert first["headway_instance_num_requests_waiting['gpu0', '0']"] == 2
     assert first["headway_instance_kv_cache_usage_ratio['gpu0', '0']"] == 0.25
     assert first["headway_instance_prefill_budget_tokens['gpu0', '0']"] == 96.5
+    assert first["headway_instance_scheduler_failures_total['gpu0', '0']"] == 3
     assert first["headway_instance_stale['gpu0', '0']"] == 0
     assert second["headway_instance_stale['gpu0', '0']"] == 1
     assert second["headway_telemetry_message_errors_total['lost']"] == 1  # a counter never falls

@@ -262,6 +262,7 @@ def part(
         kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
         cache_config=SimpleNamespace(num_gpu_blocks=100),
         block_size=16,
+        failures=0,
     )
     return EngineOrder(scheduler)
 
@@ -392,6 +393,7 @@ def test_an_engine_does_not_end_by_what_cannot_be_ordered(
             made._order_at = -np.inf
             made.before_scheduling()
     assert names(made) == ["a", "b"]
+    assert made.scheduler.failures == 3
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class SmallScheduler:
         pool = SimpleNamespace(num_gpu_blocks=blocks, get_num_free_blocks=lambda: self.free)
         self.kv_cache_manager = SimpleNamespace(block_pool=pool)
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
-        self.steps = self.preemptions = 0
+        self.steps = self.preemptions = self.failures = 0
         self.ended: list[Asked] = []
         self.victims = Victims(self)
 
@@ -308,3 +308,15 @@ def test_the_age_alone_asks_no_forecast() -> None:
     by_forecast = served("rest", two_kinds(120))
     assert len(scheduler.ended) == len(by_forecast.ended) == 120
     assert scheduler.preemptions == by_forecast.preemptions  # which knows none
+
+
+def test_a_choice_that_fails_is_left_to_vllm_and_counted() -> None:
+    scheduler = SmallScheduler(20, "rest")
+    scheduler.part = lambda kind: SimpleNamespace(means=lambda requests: 1 / 0)  # type: ignore[method-assign]
+    for i in range(6):
+        scheduler.waiting.add_request(Asked(f"r{i}", 20, 60))
+    while len(scheduler.ended) < 6:
+        scheduler.step()
+        assert scheduler.steps < 2_000
+    assert scheduler.preemptions > 0
+    assert scheduler.failures > 0
