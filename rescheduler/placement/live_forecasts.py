@@ -118,6 +118,7 @@ class LiveForecasts:
         self._tables: dict[tuple[int, ...], ForecastTable] = {}
         self._mean_length = _FIRST_MEAN
         self._running: dict[str, Placeable] = {}
+        self._shared: set[str] = set()  # names that two requests have: nobody knows whose it is
         self._ended: OrderedDict[str, None] = OrderedDict()  # what is on its way is not for others
         self._grids: dict[str, tuple[int, ...]] = {}
         self._made_by: dict[str, str] = {}
@@ -144,6 +145,9 @@ class LiveForecasts:
     def began(self, request: Placeable) -> None:
         """Expect forecasts of a request, which may have the id of an earlier one."""
         self._ended.pop(request.external_id, None)
+        if self._running.get(request.external_id, request) is not request:
+            self._shared.add(request.external_id)
+            self._drop(request.external_id)
         self._running[request.external_id] = request
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
@@ -153,6 +157,7 @@ class LiveForecasts:
         """
         if self._running.get(request.external_id) is request:
             del self._running[request.external_id]
+            self._shared.discard(request.external_id)
         if self._telemetry is not None:  # else no forecast is on its way
             self._ended[request.external_id] = None
             if len(self._ended) > _KEPT:
@@ -217,14 +222,14 @@ class LiveForecasts:
 
         The engine that has a request knows best, whatever another one says of it.
         """
-        newest = np.array([name not in self._ended for name in batch.names], dtype=bool)
+        newest = np.array([self._is_one(name) for name in batch.names], dtype=bool)
         for table in self._tables.values():
             rows = table.rows(batch.names)
             newest &= (rows < 0) | (batch.context >= table.context[rows])
         own = np.zeros(len(newest), dtype=bool)
         for i, name in enumerate(batch.names):
             request = self._running.get(name)
-            if request is not None and name not in self._ended:
+            if request is not None and self._is_one(name):
                 at = {one.name for one in (request.instance, request.destination) if one}
                 own[i] = batch.instance in at
                 newest[i] = own[i] or (newest[i] and self._made_by.get(name) not in at)
@@ -245,6 +250,10 @@ class LiveForecasts:
             elif len(table):
                 for i in chosen.tolist():
                     table.drop(batch.names[i])
+
+    def _is_one(self, name: str) -> bool:
+        """Return whether a name may be of a request, and not of two."""
+        return name not in self._ended and name not in self._shared
 
     def _made(self, name: str, instance: str) -> None:
         """Note which engine has made the forecast of a request."""

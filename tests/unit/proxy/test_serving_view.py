@@ -139,6 +139,23 @@ def test_who_may_move_and_since_when() -> None:
     assert view.since_move.tolist() == [NEVER_MOVED, 30, CANNOT_MOVE, CANNOT_MOVE, CANNOT_MOVE]
 
 
+def test_what_is_said_of_a_name_that_two_requests_have_counts_for_neither(heard: Heard) -> None:
+    a = instance("a")
+    earlier = request("job", 30_000, 0, a, n=2)
+    later = request("job", 10, 0, a, n=2)
+    later.movable = earlier.movable = False
+    for each in (earlier, later):
+        heard.forecasts.began(each)
+    heard.receive(snapshot_of("a", 0, EDGES, job=[1.0, 0.8, 0.4, 0.0]))
+    assert later.prompt_tokens == 10
+    assert not heard.forecasts.has(later.external_id)
+    for each in (later, earlier):
+        heard.forecasts.ended(each, by_itself=False)
+    heard.forecasts.began(later)
+    heard.receive(snapshot_of("a", 1, EDGES, job=[1.0, 0.8, 0.4, 0.0]))
+    assert heard.forecasts.has(later.external_id)
+
+
 def test_forecasts_follow_their_requests_and_age(heard: Heard) -> None:
     forecasts = heard.forecasts
     known = request("r1", 10, 15, max_tokens=4096)
