@@ -126,7 +126,8 @@ class ResponseCollector:
         return logprobs
 
 
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS * MOST_ANSWERS)]
+_MOST = MOST_TOKENS * MOST_ANSWERS
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 
 
 class _Usage(msgspec.Struct):
@@ -159,4 +160,4 @@ def read_usage(document: bytes | bytearray | str) -> tuple[int, int] | None:
     prompt = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
     output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
     cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
-    return None if prompt is None else (prompt + cached, output or 0)
+    return None if prompt is None else (min(prompt + cached, _MOST), output or 0)
