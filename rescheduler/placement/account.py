@@ -1,12 +1,15 @@
 """What is kept of one client: what it has had, and what its claims were worth."""
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from math import exp, log
 from secrets import token_bytes
 from typing import Any
+
+Group = Hashable
+"""What stands for the instances that have a model."""
 
 _KEPT = 0.95
 """Of what was learnt, with each request that ends: about the last twenty count."""
@@ -23,9 +26,11 @@ class Account:
         name: of the account: an address, a header's value, or the digest of a key.
         weight: its share, relative to that of others.
         unfinished: requests that have arrived and not ended.
-        waiting: those of them that wait for a place.
+        waiting: those of them that wait for a place, by their group: of the instances that have
+            their model.
         strictness: of its promises, by their level.
-        settled: virtual service of the requests that have ended.
+        settled: virtual service of the requests that have ended, by group: what one model's
+            instances have served is no debt to others.
         charges: what each request that has a place is expected to take, not over the weight.
         mean_service: of its requests that have ended; None before any has.
     """
@@ -33,27 +38,28 @@ class Account:
     name: str
     weight: float = 1.0
     unfinished: int = 0
-    waiting: int = 0
+    waiting: Counter[Group] = field(default_factory=Counter)
     strictness: dict[float, float] = field(default_factory=dict)
-    settled: float = 0.0
+    settled: dict[Group, float] = field(default_factory=dict)
     charges: dict[Any, float] = field(default_factory=dict)
     mean_service: float | None = None
     _error: float = 0.0
     _errors: float = 0.0
 
-    @property
-    def served(self) -> float:
-        """Virtual service so far, with what its requests that run are expected to take."""
-        return self.settled + sum(self.charges.values()) / self.weight
+    def served(self, group: Group) -> float:
+        """Return its virtual service so far, with what requests that run are expected to take."""
+        running = sum(one for request, one in self.charges.items() if request.group == group)
+        return self.settled.get(group, 0.0) + running / self.weight
 
-    def lift(self, virtual_time: float) -> None:
+    def lift(self, group: Group, virtual_time: float) -> None:
         """Begin again after a pause: what it did not use meanwhile is nobody's debt."""
-        self.settled = max(self.settled, virtual_time)
+        self.settled[group] = max(self.settled.get(group, 0.0), virtual_time)
 
     def settle(self, request: Any, service: float) -> None:
         """Charge a request that has ended with what it took."""
         self.charges.pop(request, None)
-        self.settled += service / self.weight
+        settled = self.settled.get(request.group, 0.0)
+        self.settled[request.group] = settled + service / self.weight
 
     @property
     def correction(self) -> float:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
@@ -10,11 +10,10 @@ from statistics import median, median_low
 
 from rescheduler.engines.deployment import AccountOptions
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
-from rescheduler.placement.account import AcceptedKeys, Account
+from rescheduler.placement.account import AcceptedKeys, Account, Group
 from rescheduler.placement.placeable import Placeable, R
 
 _MOST_ACCOUNTS = 1024
-_MOST_MODELS = 256
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
 _OTHERS = "others"
 _CHARGE_SECONDS = 0.1
@@ -48,8 +47,8 @@ class Accounts:
 
     Attributes:
         keys: that engines have accepted.
-        virtual_times: most service that an account had had as it got a place, by the model that
-            it was for: instances of one tell nothing of what waits for another.
+        group_of: returns what stands for the instances that have a model, however it is named.
+        virtual_times: most service that an account had had as it got a place, by that group.
         mean_service: of a request that has ended, in prompt tokens: the median of the accounts'
             means and of what is taken before any, which no single account sets.
     """
@@ -68,7 +67,8 @@ class Accounts:
         self.keys = AcceptedKeys(clock, salt)
         self._accounts: OrderedDict[str, Account] = OrderedDict()
         self._waiting: dict[Account, None] = {}
-        self.virtual_times: dict[str, float] = {}
+        self.group_of: Callable[[str], Group] = lambda model: None
+        self.virtual_times: dict[Group, float] = {}
         self.mean_service = _FIRST_SERVICE
 
     def of(self, address: str, headers: Mapping[str, str]) -> Account:
@@ -108,41 +108,42 @@ class Accounts:
     def waits(self, request: Placeable) -> Iterator[None]:
         """Note that a request waits for a place while the body runs.
 
-        An account that had none waiting begins where those are that are served now: it has no claim
-        to what others had meanwhile.
+        An account that had none waiting for these instances begins where those are that are served
+        now: it has no claim to what others had meanwhile.
         """
-        account = request.account
-        if account.waiting == 0:
-            account.lift(self._virtual_time(request))
-            self._waiting[account] = None
-        account.waiting += 1
+        account, group = request.account, self.group_of(request.model)
+        request.group = group
+        if not account.waiting[group]:
+            account.lift(group, self.virtual_times.get(group, 0.0))
+        self._waiting[account] = None
+        account.waiting[group] += 1
         try:
             yield
         finally:
-            account.waiting -= 1
-            if account.waiting == 0:
+            account.waiting[group] -= 1
+            account.waiting += Counter()  # none that is 0
+            if not account.waiting:
                 del self._waiting[account]
 
     def passed_over(self, requests: Iterable[Placeable]) -> None:
         """Note that others got places for which these do not fit: they have no claim to those."""
         for request in requests:
-            request.account.lift(self._virtual_time(request))
+            virtual_time = self.virtual_times.get(request.group, 0.0)
+            request.account.lift(request.group, virtual_time)
 
     def placed(self, request: Placeable) -> None:
         """Charge a request that gets a place, with what it is expected to take."""
         charges = request.account.charges
         if request not in charges:
-            virtual_time = max(self._virtual_time(request), request.account.settled)
-            self.virtual_times[self._timed(request)] = virtual_time
+            group = request.group = self.group_of(request.model)
+            settled = request.account.settled.get(group, 0.0)
+            self.virtual_times[group] = max(self.virtual_times.get(group, 0.0), settled)
         left = max(corrected(request, request.foreseen_tokens) - request.generated_tokens, 0.0)
         charges[request] = self.service(request, left * request.answers)
 
-    def _timed(self, request: Placeable) -> str:
-        known = request.model in self.virtual_times or len(self.virtual_times) < _MOST_MODELS
-        return request.model if known else ""
-
-    def _virtual_time(self, request: Placeable) -> float:
-        return self.virtual_times.get(self._timed(request), 0.0)
+    def ahead(self, account: Account, group: Group) -> float:
+        """Return how far an account is ahead of the virtual time of a group of instances."""
+        return account.served(group) - self.virtual_times.get(group, 0.0)
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
         """Charge a request that has ended with what it took.
@@ -199,12 +200,12 @@ class Accounts:
         One may that has none there, and others while they have fewer than their share among those
         who wait, and not twice as many wait in all as the pool holds.
         """
-        if account.waiting == 0:
+        if not account.waiting:
             return True
         weights = sum(one.weight for one in self._waiting)
         share = max(1.0, pool * account.weight / weights)
-        total = sum(one.waiting for one in self._waiting)
-        return account.waiting + 1 <= share and total < 2 * pool
+        total = sum(one.waiting.total() for one in self._waiting)
+        return account.waiting.total() + 1 <= share and total < 2 * pool
 
     def leading(self, urgent: Iterable[R], waiting: Iterable[R]) -> list[R]:
         """Return those of urgent requests that may go before others of what waits.
@@ -213,18 +214,19 @@ class Accounts:
         too many promises, have their turn as all do.
         """
         self.charge_outgrown()
-        ahead: dict[Account, float] = {}
+        ahead: dict[tuple[Account, Group], float] = {}
         strictest: dict[Account, float] = {}
         leading: list[R] = []
-        least = min((one.served for one in {request.account for request in waiting}), default=0.0)
+        rivals = {(request.account, request.group) for request in waiting}
+        least = min((self.ahead(*rival) for rival in rivals), default=0.0)
         for request in urgent:
-            account = request.account
-            if account not in ahead:
-                ahead[account] = account.served
+            account, rival = request.account, (request.account, request.group)
+            if rival not in ahead:
+                ahead[rival] = self.ahead(*rival)
                 strictest[account] = max(account.strictness.values(), default=0.0)
             kept, one_more = strictest[account] < _BREAKS, self.mean_service / account.weight
-            if kept and ahead[account] <= least + one_more:
-                ahead[account] += one_more
+            if kept and ahead[rival] <= least + one_more:
+                ahead[rival] += one_more
                 leading.append(request)
         return leading
 

@@ -222,6 +222,8 @@ class Dispatcher(Generic[R]):
         self._step = step
         self._prefills = [one for one in instances if one.instance.role == "prefill"]
         self._decodes = [one for one in instances if one.instance.role == "decode"]
+        for accounts in (self.accounts, self.background_accounts):
+            accounts.group_of = self._lacking
         at_once = JSQLoad() if policy.holds_back() else policy
         self._decides = GuardedPolicy(policy, clock)
         self._decides_at_once = GuardedPolicy(at_once, clock)

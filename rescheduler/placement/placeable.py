@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
-from rescheduler.placement.account import Account
+from rescheduler.placement.account import Account, Group
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.tracing.span import Attribute
 
@@ -85,6 +85,7 @@ class Placeable:
         start_by: when it should start to keep the promise, likewise.
         promised_level: probability with which it was to be kept.
         account: whom it is for.
+        group: stands for the instances that have its model, see `Accounts`.
         refused: an engine has refused it, as invalid or not allowed.
         foreseen_tokens: that it was expected to generate when it was last ordered; 0 before.
         counted: service that its engine has counted at its end; None if it has not.
@@ -116,6 +117,7 @@ class Placeable:
     start_by: float = inf
     promised_level: float = 0.0
     account: Account = field(default_factory=partial(Account, ""))
+    group: Group = None
     refused: bool = False
     foreseen_tokens: float = 0.0
     counted: float | None = None

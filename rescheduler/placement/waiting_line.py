@@ -16,7 +16,7 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.ordering import ServiceOrder
 from rescheduler.ordering.fairness import interleave, slack
 from rescheduler.ordering.service_order import Line, Room
-from rescheduler.placement.account import Account
+from rescheduler.placement.account import Account, Group
 from rescheduler.placement.accounts import Accounts, corrected
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -158,21 +158,22 @@ class WaitingLine(Generic[R]):
         left: npt.NDArray[np.float64],
     ) -> None:
         """Rewrite an order so that no account gets ahead of another by too much."""
-        index: dict[Account, int] = {}
+        index: dict[tuple[Account, Group], int] = {}
         for request in requests:
-            index.setdefault(request.account, min(len(index), _MOST_IN_LINE - 1))
+            rival = request.account, request.group
+            index.setdefault(rival, min(len(index), _MOST_IN_LINE - 1))
         if len(index) == 1:
             return
         accounts.charge_outgrown()
         n, n_accounts = len(requests), min(len(index), _MOST_IN_LINE)
         served = np.full(n_accounts, np.inf)
-        for account, a in index.items():
-            served[a] = min(served[a], account.served)
+        for rival, a in index.items():
+            served[a] = min(served[a], accounts.ahead(*rival))
         service = np.fromiter(map(accounts.service, requests, left), np.float64, n)
         weight = np.fromiter((one.account.weight for one in requests), np.float64, n)
         interleave(
             order,
-            np.fromiter((index[one.account] for one in requests), np.int64, n),
+            np.fromiter((index[one.account, one.group] for one in requests), np.int64, n),
             served,
             service / weight,
             slack(self._fairness, accounts.mean_service),

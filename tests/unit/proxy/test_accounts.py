@@ -108,7 +108,9 @@ def test_a_share_of_the_pool_is_anyones_and_twice_the_pool_is_hardly_passed(
         if may:
             waiting.append((account, in_the_pool(table, account)))
         assert len(waiting) <= 2 * POOL + 4
-        assert {one: one.waiting for one, _ in waiting} == Counter(one for one, _ in waiting)
+        assert {one: one.waiting.total() for one, _ in waiting} == Counter(
+            one for one, _ in waiting
+        )
     for _, stack in waiting:
         stack.close()
     assert not table._waiting
@@ -128,7 +130,7 @@ def test_one_that_fills_the_pool_keeps_nobody_out(table: Accounts) -> None:
     assert table.may_wait(table.named("other"), POOL)
     for stack in held:
         stack.close()
-    assert flood.waiting == 0
+    assert not flood.waiting
 
 
 class TestService:
@@ -137,12 +139,12 @@ class TestService:
     ) -> None:
         request = asked(table.named("a"))
         begun(table, request)
-        assert request.account.served == 30 + 2 * 10
+        assert request.account.served(None) == 30 + 2 * 10
         request._generated = 100
         table.charge_outgrown()
-        assert request.account.served == 30 + 2 * 100, "it outlives its forecast"
+        assert request.account.served(None) == 30 + 2 * 100, "it outlives its forecast"
         table.ended(request, by_itself=True)
-        assert request.account.served == 230
+        assert request.account.served(None) == 230
 
     @pytest.mark.parametrize(("prompt", "charged"), [(30, 500), (4_000, 4_000)])
     def test_what_an_engine_refused_has_had_a_place(
@@ -154,7 +156,7 @@ class TestService:
         begun(table, request)
         request.refused = True
         table.ended(request, by_itself=False)
-        assert request.account.served == charged and table.mean_service == 500
+        assert request.account.served(None) == charged and table.mean_service == 500
 
     def test_all_answers_of_a_request_are_charged(self, table: Accounts) -> None:
         request = asked(table.named("a"), foreseen=200.0)
@@ -162,9 +164,9 @@ class TestService:
         request.answers = 64
         request.max_tokens = 4000
         begun(table, request)
-        assert request.account.served == 30 + 64 * 2 * 200
+        assert request.account.served(None) == 30 + 64 * 2 * 200
         table.ended(request, by_itself=True)
-        assert request.account.served == 30 + 64 * 2 * 200
+        assert request.account.served(None) == 30 + 64 * 2 * 200
 
     def test_one_client_does_not_say_how_much_a_request_is(self, table: Accounts) -> None:
         for name in ("a", "b", "c", "greedy"):
@@ -184,14 +186,14 @@ class TestService:
         request.several, request.max_tokens = several, 4000
         begun(table, request)
         table.ended(request, by_itself=True)
-        assert request.account.served == 30 + 2 * 1000
+        assert request.account.served(None) == 30 + 2 * 1000
 
     def test_a_picture_is_no_million_tokens(self, table: Accounts) -> None:
         request = asked(table.named("a"))
         request.prompt_tokens, request.prompt_is_known = 1_048_576, False
         before = table.mean_service
         begun(table, request)
-        assert request.account.served <= before + 2 * 10
+        assert request.account.served(None) <= before + 2 * 10
         table.ended(request, by_itself=False)
         assert table.mean_service == before
 
@@ -202,7 +204,7 @@ class TestService:
             table.placed(early)
         late = asked(table.named("late"))
         with table.waits(late):
-            assert late.account.served == 1000.0
+            assert late.account.served(None) == 1000.0
 
     def test_nobody_saves_up_service_by_a_request_that_never_ends(self, table: Accounts) -> None:
         saver, heavy = table.named("saver"), table.named("heavy")
@@ -216,7 +218,7 @@ class TestService:
             table.ended(request, by_itself=True)
         flood = asked(saver)
         with table.waits(flood):
-            assert saver.served > 0.9 * heavy.served
+            assert saver.served(None) > 0.9 * heavy.served(None)
 
     def test_a_forecast_of_what_is_left_unsaid_lifts_nobody(self, table: Accounts) -> None:
         liar = table.named("liar")
@@ -227,27 +229,44 @@ class TestService:
             request.max_tokens = 500
             with table.waits(request):
                 table.placed(request)
-        assert liar.served <= 50 * (30 + 2 * 500), "never more than it may generate"
+        assert liar.served(None) <= 50 * (30 + 2 * 500), "never more than it may generate"
         new = asked(table.named("new"))
         with table.waits(new):
-            assert new.account.served == 0.0
+            assert new.account.served(None) == 0.0
 
-    def test_what_one_model_serves_is_no_debt_to_another(self, table: Accounts) -> None:
+    def test_what_some_instances_serve_is_no_debt_to_others(self, table: Accounts) -> None:
+        table.group_of = lambda model: model
         heavy = asked(table.named("heavy"))
-        heavy.model = "large"
+        heavy.model = heavy.group = "large"
         heavy.account.settle(heavy, 1_000_000.0)
         with table.waits(heavy):
             table.placed(heavy)
-        new = asked(table.named("new"))
-        new.model = "small"
-        with table.waits(new):
-            assert new.account.served == 0.0
-        for i in range(1000):
-            odd = asked(table.named(f"odd{i % 9}"))
-            odd.model = f"made up {i}"
-            with table.waits(odd):
-                table.placed(odd)
-        assert len(table.virtual_times) <= 257
+        steady, new = asked(table.named("steady")), asked(table.named("new"))
+        steady.model = new.model = "small"
+        with table.waits(steady):
+            assert steady.account.served("small") == 0.0
+            guest = asked(table.named("heavy"))
+            guest.model = "small"
+            with table.waits(guest):
+                table.placed(guest)
+            with table.waits(new):
+                assert new.account.served("small") == 0.0
+                assert table.ahead(new.account, "small") == table.ahead(steady.account, "small")
+
+    def test_who_waits_for_some_instances_saves_up_nothing_for_others(
+        self, table: Accounts
+    ) -> None:
+        table.group_of = lambda model: model
+        honest = asked(table.named("honest"))
+        honest.model = honest.group = "m"
+        honest.account.settle(honest, 1000.0)
+        with table.waits(honest):
+            table.placed(honest)
+        decoy, real = asked(table.named("late")), asked(table.named("late"))
+        decoy.model, real.model = "other", "m"
+        with table.waits(decoy), table.waits(real):
+            assert table.ahead(real.account, "m") == 0.0
+            assert real.account.served("m") == 1000.0
 
     def test_a_long_request_holds_back_nobodys_virtual_time(self, table: Accounts) -> None:
         """Otherwise a client's second address would be owed what all others have had."""
@@ -264,13 +283,13 @@ class TestService:
                 table.ended(honest, by_itself=True)
             second = asked(table.named("second"))
             with table.waits(second):
-                assert second.account.served > 0.9 * table.named("honest").served
+                assert second.account.served(None) > 0.9 * table.named("honest").served(None)
 
     def test_a_weight_of_two_is_served_twice_as_much_for_the_same(self) -> None:
         table = Accounts(AccountOptions(weights={"big": 2.0}))
         request = asked(table.named("big"))
         request.account.settle(request, 100.0)
-        assert request.account.served == 50.0
+        assert request.account.served(None) == 50.0
 
 
 class TestForecasts:

@@ -19,9 +19,11 @@ from scripted_cluster import PROMPT, Cluster, cluster, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
+from rescheduler.coordination.messages import Ended, Report, decode, encode
 from rescheduler.engines.deployment import BackgroundOptions
 from rescheduler.openai.body_memory import BodyMemory, FairShares, client_of
 from rescheduler.openai.openai_request import COMPLETIONS, MOST_ANSWERS, RequestRefusedError
+from rescheduler.openai.openai_response import read_usage
 from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable
@@ -121,7 +123,7 @@ async def test_a_key_that_an_engine_has_accepted_is_one_client_from_wherever_it_
         assert await ask(two, right) == 200
         assert accounts.of("127.0.0.2", right) is accounts.of("127.0.0.3", right)
         assert accounts.of("127.0.0.2", wrong).name == "127.0.0.2", "nobody has accepted it"
-        assert accounts.of("127.0.0.2", right).served > 0
+        assert accounts.of("127.0.0.2", right).served(frozenset()) > 0
         assert all(one.unfinished == 0 for one in accounts._accounts.values())
 
 
@@ -141,7 +143,11 @@ async def test_a_coordinator_shares_out_places_between_the_clients_of_all_proxie
         assert await asyncio.gather(*asking) == [200] * 8
     accounts = many.coordinator.cluster.accounts
     await until(lambda: not any(one.unfinished for one in accounts._accounts.values()))
-    assert accounts.named("127.0.0.2").served > accounts.named("127.0.0.3").served > 0
+    assert (
+        accounts.named("127.0.0.2").served(frozenset())
+        > accounts.named("127.0.0.3").served(frozenset())
+        > 0
+    )
 
 
 @pytest.mark.cluster(pool=4, decodes=1, silent_seconds=30.0)
@@ -289,10 +295,10 @@ async def test_one_without_room_holds_back_no_other_client_and_gives_nobody_a_cl
         for _ in range(6):
             assert await ask(batch, service_tier="flex") == 200
         tier = dispatcher.background_accounts
-        had = tier.named("127.0.0.3").served
+        had = tier.named("127.0.0.3").served(frozenset())
         if order is FAIR:
-            assert tier.virtual_times["m"] > had / 2
-            assert tier.named("127.0.0.2").served > had / 2
+            assert tier.virtual_times[frozenset()] > had / 2
+            assert tier.named("127.0.0.2").served(frozenset()) > had / 2
         assert not running.done() and not waits.done()
         running.cancel()
         waits.cancel()
@@ -384,7 +390,7 @@ async def test_an_answer_that_comes_whole_costs_what_its_engine_counted(
     body = {**BODY, "n": 2, "messages": [], "input": "a"}
     status, _, _ = await it.post(body, path)
     assert status == 200
-    assert it.proxy.cluster.accounts.named("127.0.0.1").served == service
+    assert it.proxy.cluster.accounts.named("127.0.0.1").served(frozenset()) == service
 
 
 async def test_metrics_say_how_much_one_account_has(flooded: Cluster) -> None:
@@ -415,7 +421,7 @@ async def test_embeddings_as_bytes_come_with_what_describes_and_counts_them(it: 
     ):
         assert (response.status, await response.read()) == (200, b"\0\1\2\3")
         assert response.headers["metadata"] == metadata
-    assert it.proxy.cluster.accounts.named("127.0.0.1").served == 9000
+    assert it.proxy.cluster.accounts.named("127.0.0.1").served(frozenset()) == 9000
 
 
 @pytest.mark.cluster(decodes=1)
@@ -434,7 +440,7 @@ async def test_an_answer_that_is_too_large_to_be_kept_costs_the_time_that_it_too
         assert len(await response.read()) > 9 << 20
     account = it.proxy.cluster.accounts.named("127.0.0.1")
     await until(lambda: not account.charges)
-    assert account.served >= 2 * 2 * BODY["max_tokens"]  # both answers in full
+    assert account.served(frozenset()) >= 2 * 2 * BODY["max_tokens"]  # both answers in full
 
 
 @pytest.mark.parametrize(("interval", "most"), [(100, 900), (10**12, 900), (100, None)])
@@ -449,7 +455,7 @@ async def test_chunks_of_several_tokens_cost_what_they_may_hold(
             for _ in range(20):
                 await response.content.readline()
         await until(lambda: not it.proxy.cluster.accounts.named("127.0.0.1").charges)
-        served = it.proxy.cluster.accounts.named("127.0.0.1").served
+        served = it.proxy.cluster.accounts.named("127.0.0.1").served(frozenset())
         assert 2 * 100 < served <= 2 * 2 * (most or 4_096) + 100
 
 
@@ -474,7 +480,7 @@ async def test_reasoning_that_is_not_shown_is_not_free(tokenizer: Tokenizer) -> 
         async with it.session.post(it.url + "/v1/chat/completions", json=body) as response:
             assert response.status == 200 and await response.read()
         await until(lambda: not it.proxy.cluster.accounts.named("127.0.0.1").charges)
-        assert it.proxy.cluster.accounts.named("127.0.0.1").served > 2 * 300
+        assert it.proxy.cluster.accounts.named("127.0.0.1").served(frozenset()) > 2 * 300
 
 
 class FailsOnce(ScriptedEngine):
@@ -496,7 +502,7 @@ async def test_what_an_engine_did_wrong_costs_its_client_nothing(tokenizer: Toke
         it.proxy.cluster.step.seconds = 0.001
         status, _, _ = await it.post({**BODY, "n": 64, "max_tokens": 2000})
         assert (status, FailsOnce.failed) == (200, 2)
-        assert it.proxy.cluster.accounts.named("127.0.0.1").served == 9
+        assert it.proxy.cluster.accounts.named("127.0.0.1").served(frozenset()) == 9
 
 
 class NeverEnds(ScriptedEngine):
@@ -516,7 +522,20 @@ async def test_who_leaves_before_the_end_pays_for_what_was_computed(tokenizer: T
         await asyncio.sleep(0.3)
         asking.cancel()
         await until(lambda: not account.charges)
-        assert account.served > 2 * 64 * 200
+        assert account.served(frozenset()) > 2 * 64 * 200
+
+
+def test_the_largest_counts_fit_into_a_report() -> None:
+    most = 1 << 38
+    usage = dict.fromkeys(("input_tokens", "output_tokens", "cache_read_input_tokens"), most)
+    counted = read_usage(json.dumps({"usage": usage}))
+    assert counted is not None
+    request = Placeable("r")
+    request.was_counted(*counted)
+    assert request.counted is not None
+    ended = Ended(1, True, 1, False, request.counted)
+    report = Report("s", 1, "i", 0, "d", ended=[ended])
+    assert decode(encode(report), Report) == report
 
 
 @pytest.mark.parametrize(
@@ -527,7 +546,7 @@ async def test_counts_that_cannot_be_are_not_believed(it: Cluster, usage: Any) -
     counting(it, usage)
     status, answer, _ = await it.post({**BODY, "n": 2})
     assert (status, answer["usage"]) == (200, usage)
-    assert 0 < it.proxy.cluster.accounts.named("127.0.0.1").served < 10_000
+    assert 0 < it.proxy.cluster.accounts.named("127.0.0.1").served(frozenset()) < 10_000
 
 
 @pytest.mark.cluster(decodes=1)
@@ -536,7 +555,7 @@ async def test_a_prompt_of_token_ids_costs_its_length_from_the_start(it: Cluster
     accounts = it.proxy.cluster.accounts
     asking = asyncio.create_task(it.post({**BODY, "prompt": [1] * 14_000, "n": 2}))
     await until(lambda: bool(placed.extend(accounts.named("127.0.0.1").charges) or placed))
-    assert accounts.named("127.0.0.1").served >= 14_000
+    assert accounts.named("127.0.0.1").served(frozenset()) >= 14_000
     asking.cancel()
 
 
