@@ -26,7 +26,7 @@ from rescheduler.openai.openai_request import (
     error_body,
 )
 
-_LONGEST_HEADER = 1 << 20  # bytes: one describes every embedding of a request
+_LONGEST_HEADER = 1 << 18  # bytes: one describes every embedding of a request
 _KEPT_SECONDS = 1.0
 """For which an idle connection is kept: vLLM closes it after five."""
 _LARGEST_ANSWER = 8 << 20
