@@ -31,6 +31,8 @@ logger = logging.getLogger("headway.serve")
 
 _SLOW_SECONDS = 0.25
 """For which tokens wait for a client that reads slowly."""
+_WAITED_SECONDS = 1e-3
+"""A write that takes longer has waited for its client: tokens may have gathered meanwhile."""
 
 SeesTokens = Callable[[LiveRequest, TokenArrival, int, float], None]
 """Is told of tokens of a request as they come, how many, and when."""
@@ -46,6 +48,8 @@ class EngineStream:
         heard_at: when, on the loop's clock; infinite before.
         finished: the request's last token has come.
         progress: tokens that have come, or texts without them.
+        held_back: its client has let it wait: its tokens came at the engine's pace, but are read
+            at the client's.
     """
 
     request: LiveRequest
@@ -57,6 +61,7 @@ class EngineStream:
     finished: bool = False
     progress: int = 0
     heard_at: float = inf
+    held_back: bool = False
 
 
 class TokenRelay:
@@ -116,6 +121,7 @@ class TokenRelay:
                     stream.request.client_blocks = stream.wait.paused = False
                     took = loop.time() - began
                     stream.wait.evidence.held(took)
+                    stream.held_back = stream.held_back or took > _WAITED_SECONDS
                     if took > _SLOW_SECONDS:
                         stream.request.slow_client = True
             if reader.comments:
@@ -196,7 +202,8 @@ class TokenRelay:
         elif not arrival.first:
             gap = arrival.waited / max(1, tokens)
             self._metrics.token_gap.observe(gap)
-            self._cluster.step.took(gap)
+            if not stream.held_back:
+                self._cluster.step.took(gap)
 
     async def _frozen(
         self, stream: EngineStream, payload: bytes, chunk: Chunk, passed: list[bytes]

@@ -35,7 +35,7 @@ _HEAD = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/j
 
 
 @asynccontextmanager
-async def stalled(it: Cluster, body: dict[str, Any]) -> AsyncIterator[None]:
+async def stalled(it: Cluster, body: dict[str, Any]) -> AsyncIterator[socket.socket]:
     """A client that asks and does not read."""
     host, port = it.url.removeprefix("http://").split(":")
     with closing(socket.socket()) as client:
@@ -45,7 +45,7 @@ async def stalled(it: Cluster, body: dict[str, Any]) -> AsyncIterator[None]:
         sent = json.dumps(body).encode()
         head = _HEAD + f"Content-Length: {len(sent)}\r\n\r\n"
         await asyncio.get_running_loop().sock_sendall(client, head.encode() + sent)
-        yield
+        yield client
 
 
 async def test_engines_with_a_key_are_probed_with_the_proxys_and_asked_with_the_clients(
@@ -105,6 +105,22 @@ async def test_clients_that_do_not_read_are_disconnected_and_no_engine_is_blamed
         assert it.in_service
         status, _, _ = await it.post(BODY)
         assert status == 200
+
+
+@pytest.mark.cluster(decodes=1, client_buffer_kb=256)
+async def test_who_reads_in_gulps_does_not_change_how_long_a_step_seems(it: Cluster) -> None:
+    """What has gathered behind a client comes at once, which is no engine's pace."""
+    it.set_engines(token_seconds=0.01, padding=64_000)
+    loop, step = asyncio.get_running_loop(), it.proxy.cluster.step
+    step.seconds = 0.01
+    async with stalled(it, LONG) as client:
+        await until(lambda: any(request.client_blocks for request in it.requests()))
+        for _ in range(4):
+            await asyncio.sleep(0.4)  # some forty tokens gather
+            taken = 0
+            while taken < 2 << 20:
+                taken += len(await loop.sock_recv(client, 1 << 20))
+        assert step.seconds > 0.009
 
 
 @pytest.mark.cluster(client_buffer_kb=4096)
