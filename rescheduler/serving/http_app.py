@@ -37,15 +37,15 @@ from rescheduler.serving.turnstile import Turnstile
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
-async def read_body(http: web.Request, kept: KeptBody, options: ProxyOptions) -> bytes:
-    """Return a body.
+async def read_body(http: web.Request, kept: KeptBody, options: ProxyOptions) -> list[bytes]:
+    """Return the parts of a body, as they were sent.
 
     Raises:
         RequestRefusedError: 400, it is broken; 408, it came too slowly; 413, it is too large;
             415, it is compressed in another way than gzip's or zlib's; 503, there is no memory.
     """
-    seconds, encoding = options.body_seconds, _encoding(http)
-    if encoding not in ("", *_WINDOW_BITS):
+    seconds = options.body_seconds
+    if _encoding(http) not in ("", *_WINDOW_BITS):
         raise RequestRefusedError(415, "a body may be compressed as gzip or deflate only")
     parts = []
     try:
@@ -57,7 +57,16 @@ async def read_body(http: web.Request, kept: KeptBody, options: ProxyOptions) ->
         raise RequestRefusedError(408, f"the body took more than {seconds:g} s") from None
     except web.RequestPayloadError as error:
         raise RequestRefusedError(400, "the body is incomplete or damaged") from error
-    raw = b"".join(parts)
+    return parts
+
+
+def unpacked(http: web.Request, parts: list[bytes], kept: KeptBody, options: ProxyOptions) -> bytes:
+    """Return a body.
+
+    Raises:
+        RequestRefusedError: 400, it is broken; 413, it is too large; 503, there is no memory.
+    """
+    raw, encoding = b"".join(parts), _encoding(http)
     if encoding:
         raw = _unpacked(raw, encoding, options.largest_body_mb << 20)
         kept.be(len(raw))
@@ -156,11 +165,12 @@ class _Endpoints:
                 raise RequestRefusedError(503, "the service is shutting down", retry_after=1)
             peer = http.transport.get_extra_info("peername") if http.transport else None
             address = client_of(peer)
-            await self._turnstile.enter(address)
             account = self._proxy.cluster.accounts.of(address, http.headers)
             self._proxy.cluster.dispatcher.admit(account)
             with self._memory.kept(address, http.content_length) as kept:
-                raw = await read_body(http, kept, self._options)
+                sent = await read_body(http, kept, self._options)
+                await self._turnstile.enter(address)
+                raw = unpacked(http, sent, kept, self._options)
                 if http.content_type.lower() != "application/json":
                     message = "the Content-Type of a body must be application/json"
                     raise RequestRefusedError(400, message, kind=UNREADABLE)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -523,6 +524,49 @@ async def test_who_leaves_before_the_end_pays_for_what_was_computed(tokenizer: T
         asking.cancel()
         await until(lambda: not account.charges)
         assert account.served(frozenset()) > 2 * 64 * 200
+
+
+@asynccontextmanager
+async def longest_turn() -> AsyncIterator[list[float]]:
+    """The processor's seconds in the longest turn of the event loop while the body runs."""
+    longest = [0.0]
+
+    async def look() -> None:
+        while True:
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            longest[0] = max(longest[0], time.thread_time() - began)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield longest
+    finally:
+        looking.cancel()
+
+
+@pytest.mark.cluster(decodes=1)
+async def test_bodies_that_end_at_once_are_read_in_many_turns(it: Cluster) -> None:
+    """One client's, whose last bytes come at the same moment."""
+    raw = b'{"model": "m", "n": [], "messages": [' + b",".join([b"{}"] * 65_000) + b"]}"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+    async def send(bodies: int) -> float:
+        account = it.proxy.cluster.accounts.named("127.0.0.1")
+        connections = [await it.connect() for _ in range(bodies)]
+        for _, writer in connections:
+            writer.write(head + b"Content-Length: %d\r\n\r\n" % len(raw) + raw[:-1])
+        await asyncio.sleep(0.3)  # all of them but that byte have come
+        async with longest_turn() as longest:
+            for _, writer in connections:
+                writer.write(raw[-1:])
+            await until(lambda: account.unfinished == bodies)
+        for _, writer in connections:
+            writer.close()
+        await until(lambda: account.unfinished == 0)
+        return longest[0]
+
+    alone = await send(1)
+    assert await send(60) < 5 * alone, "about as long as one"
 
 
 def test_the_largest_counts_fit_into_a_report() -> None:

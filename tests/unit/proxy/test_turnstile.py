@@ -56,3 +56,27 @@ async def test_a_burst_of_one_client_does_not_hold_back_another() -> None:
 
     await asyncio.gather(*(enter("many") for _ in range(500)), enter("one"))
     assert entered.index("one") <= 48
+
+
+async def test_a_turn_ends_sooner_the_longer_those_that_it_lets_in_take() -> None:
+    """And they stay in their order."""
+    turnstile, entered, loop = Turnstile(), list[int](), asyncio.get_running_loop()
+    sizes, before = list[int](), 0
+
+    async def enter(i: int) -> None:
+        await turnstile.enter("ab"[i % 2])
+        entered.append(i)
+        began = loop.time()
+        while loop.time() - began < 0.003:
+            pass
+
+    def look() -> None:
+        nonlocal before
+        sizes.append(len(entered) - before)
+        before = len(entered)
+        loop.call_soon(look)
+
+    loop.call_soon(look)
+    await asyncio.gather(*(enter(i) for i in range(60)))
+    assert entered == list(range(60))
+    assert max(sizes) <= 4
