@@ -40,7 +40,7 @@ from rescheduler.emulation.emulate_options import (
     read_machine,
 )
 from rescheduler.engines.deployment import ProxyOptions, read_deployment
-from rescheduler.monitoring.finished_log import LoggedRequest, read_finished_log
+from rescheduler.monitoring.recalibrate import LoggedRequest, read_finished_log
 from rescheduler.placement.upstream import engine_key
 from rescheduler.routing.learned.rl import load_router
 from rescheduler.simulator.workloads.forecast_recording import (

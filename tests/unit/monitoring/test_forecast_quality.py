@@ -17,7 +17,6 @@ from predictor.live.telemetry_messages import FinishedEvent, encode_survival
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.hidden_state_mlp import RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
-from rescheduler.monitoring.finished_log import FinishedLog, read_finished_log
 from rescheduler.monitoring.forecast_quality import (
     ForecastMetrics,
     ForecastQuality,
@@ -25,7 +24,7 @@ from rescheduler.monitoring.forecast_quality import (
     LastHour,
     score,
 )
-from rescheduler.monitoring.recalibrate import recalibrate
+from rescheduler.monitoring.recalibrate import FinishedLog, read_finished_log, recalibrate
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, InstanceKey, KeptForecast
 
 EDGES = survival_edges(4096)
