@@ -23,8 +23,7 @@ from predictor.live.telemetry_messages import TelemetryError
 from predictor.live.zmq_sockets import create_keys
 from rescheduler.commands.command_line import main
 from rescheduler.doctor import doctor as module
-from rescheduler.doctor.doctor import model_findings
-from rescheduler.doctor.forecast_screen import forecast_screen
+from rescheduler.doctor.doctor import forecast_screen, model_findings
 from rescheduler.telemetry.subscriber import first_snapshot
 from rescheduler.telemetry.telemetry_view import TelemetryView
 
