@@ -18,7 +18,7 @@ SHIPPED = (
 
 
 class BuildWithShipped(build_py):
-    """Copies them beside `data_collection.shipped_files`, which finds them there."""
+    """Copies them beside `data_collection.files`, which finds them there."""
 
     def run(self) -> None:
         """Build the packages, and unless they are used where they are, what they ship."""

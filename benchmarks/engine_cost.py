@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.report import arguments, mean_of, percent_change, report
+from data_collection.files import find_shipped
 from data_collection.models import identify, resolve_model
-from data_collection.shipped_files import find_shipped
 from data_collection.workload.collect import hidden_size
 from predictor.models.checkpoint import export_checkpoint, read_config
 from predictor.models.survival_mlp import SurvivalMLP

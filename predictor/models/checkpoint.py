@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from huggingface_hub import hf_hub_download
 
-from data_collection.files import read_text, write_text_atomically
-from data_collection.shipped_files import find_shipped
+from data_collection.files import find_shipped, read_text, write_text_atomically
 from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP, RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP
 

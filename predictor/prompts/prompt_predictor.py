@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_collection.files import read_text, replace_file, write_text_atomically
+from data_collection.files import find_shipped, read_text, replace_file, write_text_atomically
 from data_collection.models import EMBEDDED_MODELS, resolve_model
-from data_collection.shipped_files import find_shipped
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import (

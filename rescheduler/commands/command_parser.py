@@ -19,8 +19,7 @@ import yaml
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
-from data_collection.files import read_text
-from data_collection.shipped_files import find_config
+from data_collection.files import find_config, read_text
 
 _BOOLEANS = {"true", "false", "yes", "no"}
 _KEY_VALUE = re.compile(r"[\w.-]+=")

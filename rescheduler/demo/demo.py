@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from data_collection.shipped_files import find_config
+from data_collection.files import find_config
 from rescheduler.demo.demo_load import (
     LoadRequest,
     LoadRun,

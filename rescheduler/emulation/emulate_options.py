@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from huggingface_hub.constants import HF_HOME
 
-from data_collection.files import read_yaml, write_text_atomically
+from data_collection.files import find_config, read_yaml, write_text_atomically
 from data_collection.models import IDENTITY_FILE, identify
-from data_collection.shipped_files import find_config
 from predictor.live.engine_forecasts import TelemetryConfig
 from rescheduler.emulation.step_barrier import MOST_RANKS
 from rescheduler.step_time.profile import BatchTime, Profile

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from data_collection.shipped_files import find_shipped
+from data_collection.files import find_shipped
 from data_collection.versions import installed_version, vllm_version
 from rescheduler.commands.event_loop import ending_signals_held, ending_signals_raised
 from rescheduler.engines.deployment import Deployment, DeploymentError

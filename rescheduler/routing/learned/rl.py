@@ -13,8 +13,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from data_collection.files import read_text, replace_file, write_text_atomically
-from data_collection.shipped_files import find_shipped
+from data_collection.files import find_shipped, read_text, replace_file, write_text_atomically
 from predictor.compilation import compiled, compiled_core, compiled_inline
 from predictor.models.checkpoint_card import front_matter, provenance_rows
 from rescheduler.routing.inputs import RoutingInputs, fits, length_bucket, place

@@ -11,9 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_collection.files import replace_file
+from data_collection.files import find_shipped, replace_file
 from data_collection.parquet_file import UnusableParquetError, open_parquet
-from data_collection.shipped_files import find_shipped
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.registry import COUNT, Checked
 from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from measured_profiles import ENGINE, TRUE, profile_of
 
 from data_collection.capture.capture_hook import CapturedRows
-from data_collection.shipped_files import find_config
+from data_collection.files import find_config
 from predictor.forecasts.forecast import SurvivalForecast
 from predictor.live.engine_forecasts import FORECASTS_ATTRIBUTE, EngineForecasts
 from rescheduler.emulation.emulate_options import (
