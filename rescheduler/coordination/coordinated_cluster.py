@@ -21,7 +21,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome, Mover, Placements
 from rescheduler.placement.waiting_line import Pool
 from rescheduler.routing.heuristics import JSQLoad
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 
 _SLACK_SECONDS = 5.0
 

@@ -39,7 +39,7 @@ from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest, Prefilling, Waiting
 from rescheduler.placement.placeable import MoveOutcome
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 
 FAR = 32
 """From the last number, a number that is not to be believed; so many messages are lost at worst

@@ -26,7 +26,7 @@ from data_collection.vllm_scheduler import SchedulerPart
 from predictor.live.vllm_scheduler import KnownForecasts
 from predictor.prompts.prompt_predictor import PromptPredictor
 from rescheduler.ordering.service_order import Line, Room, read_engine_order
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 
 logger = logging.getLogger("vllm.headway.order")  # with vLLM's handler
 

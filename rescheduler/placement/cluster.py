@@ -33,7 +33,7 @@ from rescheduler.placement.placeable import MoveHistory, Placements, R
 from rescheduler.placement.prober import Prober
 from rescheduler.placement.upstream import Upstream, engine_key
 from rescheduler.placement.waiting_line import Pool, WaitingLine
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import TelemetryView
 from rescheduler.transfer.control_client import ControlClient

@@ -34,7 +34,7 @@ from rescheduler.placement.waiting_line import (
 )
 from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 
 Instances = frozenset[InstanceState]
 P = TypeVar("P")

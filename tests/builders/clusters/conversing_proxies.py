@@ -33,7 +33,7 @@ from rescheduler.placement.live_request import (
     Waiting,
 )
 from rescheduler.placement.placeable import MoveOutcome, Placeable
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 from rescheduler.transfer.control_client import ControlClient
 
 OPTIONS = ProxyOptions(prefill_concurrency=2, ahead=4, pool=64, pool_seconds=3600.0)

@@ -15,7 +15,7 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placements
 from rescheduler.placement.waiting_line import Pool
 from rescheduler.routing.heuristics import JSQLoad
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 
 RECORD = Record(
     handle=1,

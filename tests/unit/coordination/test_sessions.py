@@ -39,7 +39,7 @@ from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 
 POOL = 4
 

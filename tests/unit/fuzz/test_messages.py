@@ -42,7 +42,7 @@ from rescheduler.coordinator.coordinator import Sessions
 from rescheduler.engines.deployment import Instance, ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import InstanceKey, TelemetryView
 from rescheduler.transfer.control_client import ControlClient

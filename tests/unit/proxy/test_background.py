@@ -26,7 +26,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Decision, Placements
 from rescheduler.placement.waiting_line import has_leftover
 from rescheduler.routing import JSQ
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 
 FLEX = {"service_tier": "flex"}
 HALF = BackgroundOptions(slots=0.5, prefill=1.0)

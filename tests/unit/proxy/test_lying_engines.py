@@ -31,7 +31,7 @@ from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing import create_policy
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.transfer.control_messages import EngineState
 

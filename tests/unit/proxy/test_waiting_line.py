@@ -27,7 +27,7 @@ from rescheduler.placement.placeable import Placements
 from rescheduler.placement.waiting_line import WaitingLine
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.routing import JSQ, Needs, RoutingPolicy
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 
 EVERY = 0.02
 

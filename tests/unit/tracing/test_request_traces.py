@@ -28,7 +28,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 from rescheduler.routing.heuristics import JSQ
 from rescheduler.routing.policy import RoutingPolicy
-from rescheduler.step_time.mean_step_time import MeanStepTime
+from rescheduler.step_time.profile import MeanStepTime
 from rescheduler.tracing.exporter import otlp_provider
 from rescheduler.tracing.span import RequestTracer, create_tracer
 
