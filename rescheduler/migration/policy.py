@@ -53,6 +53,7 @@ class MigrationInputs:
         free: [G] slots without a request.
         points: [P] decode steps h ahead, ascending from 0.
         ahead: [G, P] :math:`\Lambda_g(h) = \sum_i S_i(h)(c_i + h)`; the load now at h = 0.
+        spread: [G, P] its variance :math:`V_g(h) = \sum_i S_i(h)(1 - S_i(h))(c_i + h)^2`.
         source: [n] instance of each running request.
         context: [n] tokens in its KV cache.
         since_move: [n] as in `ClusterView`.
@@ -65,6 +66,7 @@ class MigrationInputs:
     free: IntArray
     points: IntArray
     ahead: FloatArray
+    spread: FloatArray
     source: IntArray
     context: IntArray
     since_move: IntArray
@@ -83,7 +85,7 @@ def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
     """
     context, n = view.context_tokens, len(view.instance)
     load, forecast = view.kv_load, view.forecast
-    ahead = np.zeros((view.n_instances, len(points)))
+    ahead, spread = np.zeros((2, view.n_instances, len(points)))
     if len(points) > 1:
         if forecast is None:
             raise ValueError("the planner looks ahead, but there are no forecasts")
@@ -102,8 +104,8 @@ def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
             expected = expected_load(
                 forecast, view.instance, context, view.n_instances, int(points[-1])
             )
-            ahead[:] = expected.mean[:, points]
-    ahead[:, 0] = load
+            ahead[:], spread[:] = expected.mean[:, points], expected.variance[:, points]
+    ahead[:, 0], spread[:, 0] = load, 0.0
 
     def forecasts_of(rows: IntArray, steps: FloatArray) -> RequestForecasts:
         return _request_forecasts(forecast, rows, steps, points)
@@ -114,6 +116,7 @@ def migration_inputs(view: ClusterView, points: IntArray) -> MigrationInputs:
         free=view.slots - view.running,
         points=points,
         ahead=ahead,
+        spread=spread,
         source=view.instance.astype(np.int64),
         context=context,
         since_move=np.full(n, NEVER_MOVED) if view.since_move is None else view.since_move,
@@ -268,6 +271,8 @@ class MigrationPolicy(
     horizon=COUNT,
     stride=COUNT,
     memory_share="(0, 1]",
+    tolerance="[0, 1]",
+    crowded=POSITIVE,
 ):
     r"""Plans which running requests move to other decode instances.
 
@@ -292,6 +297,12 @@ class MigrationPolicy(
         horizon: H, decode steps looked ahead.
         stride: decode steps between two looks.
         memory_share: C_mem, as a part of the target's KV capacity.
+        tolerance: by how much a move may raise the probability that its target exceeds C_mem at a
+            point ahead, `overflow_probabilities`; 1 does not look at it.
+        crowded: part of the whole cluster's KV capacity above which nothing moves. Where all of it
+            overflows now and then, balanced instances overflow together, and none is left on which
+            short requests get through. Queued requests count. So it may be above 1; 100 plans
+            always.
     """
 
     name: ClassVar[str]
@@ -304,6 +315,8 @@ class MigrationPolicy(
     horizon: int = 128
     stride: int = 1
     memory_share: float = 0.95
+    tolerance: float = 0.01
+    crowded: float = 0.8
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing, and a file that is no profile."""
@@ -323,6 +336,18 @@ class MigrationPolicy(
     @abstractmethod
     def decide(self, inputs: MigrationInputs) -> Plan:
         """Return the plan for a cluster given as arrays."""
+
+    def limits(self, inputs: MigrationInputs) -> FloatArray:
+        """Return C_mem of every instance in tokens, [G]."""
+        return np.asarray(self.memory_share * inputs.room, dtype=np.float64)
+
+    def crowded_plan(self, inputs: MigrationInputs) -> Plan | None:
+        """Return that nothing moves if the whole cluster is nearly full, otherwise None."""
+        load, room = int(inputs.load.sum()), int(inputs.room.sum())
+        if load <= self.crowded * room:
+            return None
+        share = load / max(room, 1)
+        return Plan([], f"{share:.0%} of the cluster's KV capacity is taken: it is crowded")
 
     def points(self) -> IntArray:
         """Return the decode steps ahead at which loads are looked at, ascending from 0, [P]."""

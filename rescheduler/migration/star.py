@@ -9,6 +9,7 @@ import numpy.typing as npt
 from numba import njit
 
 from rescheduler.cluster.registry import NOT_NEGATIVE
+from rescheduler.migration.overflow import overflow_probabilities, overflow_with
 from rescheduler.migration.policy import (
     Migration,
     MigrationInputs,
@@ -50,11 +51,15 @@ class Targets(NamedTuple):
         open: [G] whether requests may go there at all.
         load: [G] context tokens now.
         limit: [G] most tokens that may be there.
+        spread: [G, P] variance V of the loads ahead.
+        overflow: [G] most that a move may make of the probability that it exceeds its limit.
     """
 
     open: npt.NDArray[np.bool_]
     load: FloatArray
     limit: FloatArray
+    spread: FloatArray
+    overflow: FloatArray
 
 
 # The order of its sums is free, so that they fill vector registers.
@@ -139,8 +144,21 @@ def best_moves(
         for g in range(n_instances):
             if not free[g] or g == s or (best >= 0 and loads[g] >= loads[best]):
                 continue
-            if targets.load[g] + candidates.need[i] <= targets.limit[g]:
-                best = g
+            if targets.load[g] + candidates.need[i] > targets.limit[g]:
+                continue
+            if targets.overflow[g] < 1.0 and (
+                overflow_with(
+                    ahead[g],
+                    targets.spread[g],
+                    targets.limit[g],
+                    tokens[i],
+                    float(candidates.context[i]),
+                    points,
+                )
+                > targets.overflow[g]
+            ):
+                continue
+            best = g
         if best >= 0:
             target[i], gain[i] = best, scale * (own[i] - loads[best])
             score = candidates.worth[i] * gain[i] - candidates.cost[i]
@@ -238,9 +256,13 @@ class Star(MigrationPolicy, theta=NOT_NEGATIVE, beta="[0, 1]"):
 
     def decide(self, inputs: MigrationInputs) -> Plan:
         """Return the best move, or none."""
+        if (crowded := self.crowded_plan(inputs)) is not None:
+            return crowded
         weights = decayed_weights(self.beta, inputs.points)
         variance = weighted_variance(inputs.ahead, weights)
         overloaded, underloaded = self._classify(inputs, weights)
+        limits = self.limits(inputs)
+        overflow = overflow_probabilities(inputs.ahead, inputs.spread, limits)
         rows = np.flatnonzero(overloaded[inputs.source] & (inputs.since_move >= 0))
         if not overloaded.any() or variance <= 0.0:
             return Plan([], f"no instance is above {1 + self.theta:g} times the mean load")
@@ -261,7 +283,9 @@ class Star(MigrationPolicy, theta=NOT_NEGATIVE, beta="[0, 1]"):
         targets = Targets(
             open=underloaded & (inputs.free > 0),
             load=inputs.load.astype(np.float64),
-            limit=np.asarray(self.memory_share * inputs.room, dtype=np.float64),
+            limit=limits,
+            spread=inputs.spread,
+            overflow=overflow + self.tolerance,
         )
         moves = planned_moves(inputs, weights, variance, rows, candidates, targets)
         if not moves:

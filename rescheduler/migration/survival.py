@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE
+from rescheduler.migration.overflow import overflow_probabilities
 from rescheduler.migration.policy import (
     MigrationInputs,
     MigrationPolicy,
@@ -31,7 +32,6 @@ class Survival(
     payback=NOT_NEGATIVE,
     load_share="(0, 1]",
     moves=COUNT,
-    crowded="(0, 1]",
 ):
     r"""STAR's objective on random loads, each move weighted by the chance that it pays back.
 
@@ -63,8 +63,7 @@ class Survival(
     other: they neither share a link nor change what the others gain (`best_moves`).
 
     **Memory.** The target has room for the request's context and what it is expected to generate
-    yet, below C_mem. A bound on the target's load ahead, at its mean or up to three standard
-    deviations above it, made no difference beyond that between seeds.
+    yet, below C_mem.
 
     Attributes:
         theta: how far above the mean weighted load an instance gives requests away.
@@ -72,9 +71,6 @@ class Survival(
         payback: π.
         load_share: κ.
         moves: most moves a round.
-        crowded: part of the whole cluster's KV capacity above which nothing moves. Where all of it
-            overflows now and then, balanced instances overflow together, and none is left on
-            which short requests get through; 1 plans always.
     """
 
     theta: float = 0.02
@@ -82,7 +78,6 @@ class Survival(
     payback: float = 10.0
     load_share: float = 0.5
     moves: int = 16
-    crowded: float = 1.0
 
     @property
     def needs(self) -> Needs:
@@ -91,15 +86,16 @@ class Survival(
 
     def decide(self, inputs: MigrationInputs) -> Plan:
         """Return the moves that pay for themselves, the best first."""
-        full = inputs.load.sum() / max(int(inputs.room.sum()), 1)
-        if full > self.crowded:
-            return Plan([], f"{full:.0%} of the cluster's KV capacity is taken: it is crowded")
+        if (crowded := self.crowded_plan(inputs)) is not None:
+            return crowded
         weights = decayed_weights(self.beta, inputs.points)
         variance = weighted_variance(inputs.ahead, weights)
         load = inputs.ahead @ weights
         above = load > (1 + self.theta) * load.mean()
         if not above.any() or variance <= 0.0:
             return Plan([], "every instance is expected to carry the same load")
+        limits = self.limits(inputs)
+        overflow = overflow_probabilities(inputs.ahead, inputs.spread, limits)
         frozen = self.move_steps(inputs.context)
         payback = self.payback * frozen
         settled = (inputs.since_move >= 0) & (inputs.since_move >= payback)
@@ -121,7 +117,9 @@ class Survival(
         targets = Targets(
             open=(load < load.mean()) & (inputs.free > 0),
             load=inputs.load.astype(np.float64),
-            limit=np.asarray(self.memory_share * inputs.room, dtype=np.float64),
+            limit=limits,
+            spread=inputs.spread,
+            overflow=overflow + self.tolerance,
         )
         moves = planned_moves(inputs, weights, variance, rows, candidates, targets, self.moves)
         if not moves:

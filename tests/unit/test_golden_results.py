@@ -197,12 +197,17 @@ def assignments(name: str) -> dict[str, npt.NDArray[Any]]:
     return placed
 
 
+FOR_BALANCE = {"tolerance": 1.0, "crowded": 100.0}
+"""Moves for balance, whatever overflows; survival makes none if more waits than fits."""
 PLANNERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "star": ("star", {}),
-    "star without prediction": ("star", {"prediction": False}),
-    "star, weighted": ("star", {"underloaded": "below_mean", "stride": 8}),
-    "survival": ("survival", {"payback": 2.0}),
-    "survival, strided": ("survival", {"payback": 1.0, "stride": 4, "horizon": 64}),
+    "star": ("star", FOR_BALANCE),
+    "star without prediction": ("star", FOR_BALANCE | {"prediction": False}),
+    "star, weighted": ("star", FOR_BALANCE | {"underloaded": "below_mean", "stride": 8}),
+    "survival": ("survival", FOR_BALANCE | {"payback": 2.0, "crowded": 1.0}),
+    "survival, strided": (
+        "survival",
+        FOR_BALANCE | {"payback": 1.0, "stride": 4, "horizon": 64, "crowded": 1.0},
+    ),
 }
 
 

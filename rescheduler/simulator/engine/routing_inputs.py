@@ -187,9 +187,12 @@ def simulated_migration_inputs(
     n_instances, n_points = rules.n_instances, len(points)
     growth, unasked = points * rules.drift.mean(), np.zeros(n_instances, dtype=np.int64)
     loads = new_routing_inputs(unasked, 0, points, growth, False, False, NO_EDGES)
+    spread = np.zeros((n_instances, n_points))
     if n_points > 1:
         ending = np.empty((2, n_instances, n_points + 1))
         add_expected_loads(forecast, cluster, n, loads, np.empty(n_points), ending)
+        if not knows_ends(forecast):
+            _add_spread(forecast, cluster, n, points, growth, spread)
     loads.ahead[:, 0] = load
     movable = placed[placed["since_move"] >= 0]
 
@@ -206,12 +209,33 @@ def simulated_migration_inputs(
         free=free.astype(np.int64),
         points=points,
         ahead=loads.ahead,
+        spread=spread,
         source=movable["instance"].copy(),
         context=movable["context"].copy(),
         since_move=movable["since_move"].copy(),
         forecasts_of=forecasts_of,
     )
     return inputs, movable["row"].copy()
+
+
+@compiled
+def _add_spread(
+    forecast: ForecastArrays,
+    cluster: Cluster,
+    n: int,
+    points: IntArray,
+    growth: FloatArray,
+    spread: FloatArray,
+) -> None:
+    """Add the variances of the first n requests of ``cluster.placed`` to V, [G, P]."""
+    survival = np.empty(len(points))
+    for i in range(n):
+        one = cluster.placed[i]
+        r = cluster.requests[one.row]
+        survival_row(forecast, r.number, r.template, one.generated, r.output, points, survival)
+        for p in range(len(points)):
+            tokens, alive = one.context + growth[p], survival[p]
+            spread[one.instance, p] += alive * (1.0 - alive) * tokens * tokens
 
 
 @compiled

@@ -76,6 +76,7 @@ def test_the_engine_has_the_inputs_of_its_view(forecast: dict[str, Any], points:
         for name in ("source", "context", "since_move"):
             np.testing.assert_array_equal(getattr(shown, name), getattr(seen, name)[movable], name)
         np.testing.assert_allclose(shown.ahead, seen.ahead, rtol=1e-6)
+        np.testing.assert_allclose(shown.spread, seen.spread, rtol=1e-5, atol=1e-3)
         steps = np.arange(len(movable), dtype=np.float64)
         one = shown.forecasts_of(np.arange(len(movable)), steps)
         other = seen.forecasts_of(movable, steps)
