@@ -14,6 +14,7 @@ from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.migration import MigrationPolicy, create_migration_policy
 from rescheduler.ordering import ServiceOrder, create_order
+from rescheduler.ordering.expected_rest import RestByAge
 from rescheduler.ordering.service_order import FirstComeFirstServed
 from rescheduler.routing import Needs, RoutingPolicy, create_policy
 from rescheduler.routing.policy import NO_KERNEL, kernel_of
@@ -26,13 +27,16 @@ from rescheduler.simulator.engine.engine_state import (
     Batching,
     Prefill,
     Rules,
+    Suspends,
     Wanted,
     new_arrivals,
     new_cluster,
     new_policy_state,
+    new_rests,
     new_series,
     with_accounts,
     with_more_rows,
+    with_rests_of,
     with_wider_pool,
 )
 from rescheduler.simulator.engine.routing_inputs import gather_placed, simulated_migration_inputs
@@ -47,6 +51,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
 )
 from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, create_forecast
 from rescheduler.simulator.results.metrics import LoadSeries, RequestRecords, RunResult
+from rescheduler.simulator.workloads.forecast_recording import ReplayTrace
 from rescheduler.simulator.workloads.trace import Trace, first_requests, timed_blocks
 from rescheduler.simulator.workloads.trace_files import create_trace
 from rescheduler.step_time.step_time import StepTime, create_step_time
@@ -257,6 +262,11 @@ class Simulation:
         servers = config.prefill.instances if config.prefill.kind == "stage" else 0
         kernel, ordering = kernel_of(self.policy), self.order.parameters()
         self._kernel = NO_KERNEL if kernel is None else kernel
+        trace, none = setup.trace, np.empty(0, dtype=np.int64)
+        self._caps = trace.recorded.max_tokens if isinstance(trace, ReplayTrace) else none
+        self._lengths = [RestByAge() for _ in range(rules.n_instances if rules.suspends else 0)]
+        self._ended, self._longest = np.zeros((2, rules.n_instances), dtype=np.int64)
+        self._noted = 0
         cluster = new_cluster(rules, servers)
         cluster.instances["budget"] = _idle_budget(rules)
         self.engine = EngineParts(
@@ -266,6 +276,7 @@ class Simulation:
             policy_state=new_policy_state(
                 rules, self.policy, kernel is None, self.forecast, ordering
             ),
+            rests=new_rests(rules, self.forecast, self._caps),
             cluster=cluster,
             batch=new_batch_arrays(len(cluster.requests)),
             arrivals=new_arrivals(rules, servers),
@@ -328,6 +339,8 @@ class Simulation:
                 self._ask()
             case Wanted.PLAN:
                 self._plan()
+            case Wanted.LEARN:
+                self._learn()
             case Wanted.STUCK:
                 raise RuntimeError(
                     f"{self.policy.name} leaves {self._scalars['in_system']} requests "
@@ -474,7 +487,31 @@ class Simulation:
         scalars["cursor"] = 0
         scalars["block_length"] = len(block.prompt)
 
+    def _note_lengths(self) -> None:
+        """Tell each instance the lengths of what has ended there."""
+        records = self.engine.cluster.finished[self._noted : self._scalars["finished"]]
+        self._noted = int(self._scalars["finished"])
+        for record in records if self._lengths else ():
+            g, output = record["instance"], int(record["output"])
+            if g != NONE and not np.isnan(record["end"]):
+                was_cut = len(self._caps) > 0 and output >= self._caps[record["template"]]
+                self._lengths[g].ended(output, was_cut)
+                self._ended[g] += 1
+                self._longest[g] = max(self._longest[g], output)
+
+    def _learn(self) -> None:
+        self._note_lengths()
+        instances = self.engine.cluster.instances
+        for g in np.flatnonzero(instances["unlearned"] > instances["learn_after"]):
+            if self._lengths[g].knows:
+                by_age = self._lengths[g].at(np.arange(self._longest[g] + 1))
+                self.engine = self.engine._replace(rests=with_rests_of(self.engine.rests, g, by_age))
+                instances["learn_after"][g] = self._ended[g] // 16  # as often as it learns
+            instances["unlearned"][g] = 0
+
     def _flush(self) -> None:
+        self._note_lengths()
+        self._noted = 0
         count = int(self._scalars["finished"])
         finished = self.engine.cluster.finished[:count]
         columns = (finished[name].copy() for name in RequestRecords._fields)
@@ -560,6 +597,7 @@ def _rules(setup: RunSetup, policy: RoutingPolicy, planner: MigrationPolicy | No
         dispatch_seconds=config.cluster.dispatch_s,
         max_steps=_NO_LIMIT if config.max_steps is None else config.max_steps,
         max_seconds=inf if config.max_seconds is None else config.max_seconds,
+        suspends=int(Suspends[config.cluster.victim.upper()]),
         plan_every=0 if planner is None else config.migration.interval * config.cluster.instances,
         service=service_rules(config, setup.step_time, policy.needs_budget),
     )

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rescheduler.cluster.cluster_view import UNLIMITED
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, POSITIVE, Checked
 from rescheduler.commands.command_parser import CommandParser
+from rescheduler.ordering.expected_rest import Victim
 
 
 class PolicyChoice(NamedTuple):
@@ -117,6 +118,9 @@ class ClusterConfig(
             place there. 0: nothing is lost.
         dispatch_s: seconds from a request's placement until its instance can admit it: the way
             through a proxy and the instance's own server. 0: it can begin at once.
+        victim: whom an instance suspends when its KV cache is full, as `engine.victim` of a
+            deployment: newest, or the request with the longest expected rest (by the forecast, as
+            `rest`, or by its age), or with the longest context.
     """
 
     instances: int = 16
@@ -125,6 +129,7 @@ class ClusterConfig(
     prefix_caching: bool = False
     block_tokens: int = 0
     dispatch_s: float = 0.0
+    victim: Victim = "newest"
 
     @property
     def capacity_tokens(self) -> int:

@@ -15,8 +15,10 @@ from rescheduler.simulator.engine.engine_state import (
     PREEMPTED,
     Cluster,
     Prefill,
+    Rests,
     Rules,
     Series,
+    Suspends,
 )
 from rescheduler.simulator.engine.slots import (
     admit,
@@ -30,6 +32,7 @@ from rescheduler.simulator.engine.slots import (
     vacate,
 )
 from rescheduler.simulator.engine.step_metrics import PowerModel, count_latency, mfu_watts, record
+from rescheduler.simulator.engine.suspension import bring_back
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
 FloatArray = npt.NDArray[np.float64]
@@ -197,6 +200,13 @@ def _list_requests(
         room -= context
         n += 1
         row = request.next
+    row = instance.suspended if whole_queue else NONE
+    while row != NONE:
+        request = cluster.requests[row]
+        context = request.context
+        _write(rules, cluster, batch, n, row, request.generated, context, context)
+        n += 1
+        row = request.next
     return n  # type: ignore[no-any-return]
 
 
@@ -274,7 +284,7 @@ def turns_away(rules: Rules, cluster: Cluster, row: int, g: int) -> bool:
 
 
 @compiled_core
-def prepare_steps(rules: Rules, cluster: Cluster, batch: BatchArrays) -> None:
+def prepare_steps(rules: Rules, rests: Rests, cluster: Cluster, batch: BatchArrays) -> None:
     """Report budgets and form batches, where objectives say so, before `start_steps`."""
     for g in range(rules.n_instances):
         if cluster.instances[g].stepping:
@@ -282,12 +292,19 @@ def prepare_steps(rules: Rules, cluster: Cluster, batch: BatchArrays) -> None:
         if rules.service.reports:
             report_budget(rules, cluster, batch, g)
         if rules.service.forms:
+            if cluster.instances[g].suspended != NONE:
+                bring_back(rules, rests, cluster, g)
             choose_batch(rules, cluster, batch, g)
 
 
 @compiled_inline
 def start_steps(
-    rules: Rules, step_time: StepTime, power_model: PowerModel, cluster: Cluster, series: Series
+    rules: Rules,
+    step_time: StepTime,
+    power_model: PowerModel,
+    rests: Rests,
+    cluster: Cluster,
+    series: Series,
 ) -> None:
     """Let every instance that is not in a step begin its next; behind a barrier, all at once."""
     scalars = cluster.scalars[0]
@@ -301,6 +318,8 @@ def start_steps(
         if instance.stepping:
             continue
         if not rules.service.forms:
+            if instance.suspended != NONE:
+                bring_back(rules, rests, cluster, g)
             _compose(rules, cluster, g)
         if instance.decoding > 0 or instance.filling != NONE:
             busy = True
@@ -415,7 +434,7 @@ def _step(rules: Rules, cluster: Cluster, g: int, end: float) -> int:
 
 
 @compiled_inline
-def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
+def end_step(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> None:
     """Give each decoding request its token; free what ended, preempt what no longer fits."""
     instance, scalars = cluster.instances[g], cluster.scalars[0]
     growth = rules.drift[instance.steps % len(rules.drift)]
@@ -439,6 +458,10 @@ def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
                 instance.load -= cluster.requests[row].context + instance.grown
                 vacate(cluster, g, slot)
                 finish(cluster, row, g, scalars.now)
+                if rules.suspends != Suspends.NEWEST:
+                    instance.unlearned += 1
+                    if instance.unlearned > instance.learn_after:
+                        scalars.learns = 1
             else:
                 next_end = min(next_end, cluster.slot_end[g, slot])
                 slot += 1
@@ -451,7 +474,7 @@ def end_step(rules: Rules, cluster: Cluster, g: int) -> None:
         send_migrations(rules, cluster, g)
     held = instance.arriving_tokens + instance.leaving_tokens
     while instance.load > 0 and instance.load + held + _lost(rules, cluster, g) > rules.kv_capacity:
-        preempt(cluster, g)
+        preempt(rules, rests, cluster, g)
 
 
 @compiled_inline

@@ -24,6 +24,7 @@ from rescheduler.simulator.engine.engine_state import (
     Arrivals,
     Cluster,
     PolicyState,
+    Rests,
     Rules,
     Series,
     Wanted,
@@ -57,6 +58,7 @@ class EngineParts(NamedTuple):
     step_time: StepTime
     power_model: PowerModel
     policy_state: PolicyState
+    rests: Rests
     cluster: Cluster
     batch: BatchArrays
     arrivals: Arrivals
@@ -66,7 +68,7 @@ class EngineParts(NamedTuple):
 @compiled_core
 def advance(engine: EngineParts, kernel: Kernel, pause_at: float) -> Wanted:
     """Simulate until something is needed, or the next event is after ``pause_at`` seconds."""
-    rules, step_time, power_model, policy_state, cluster, batch, arrivals, series = engine
+    rules, step_time, power_model, policy_state, rests, cluster, batch, arrivals, series = engine
     scalars = cluster.scalars[0]
     while True:
         if scalars.phase == _TIME:
@@ -91,9 +93,12 @@ def advance(engine: EngineParts, kernel: Kernel, pause_at: float) -> Wanted:
             for g in range(rules.n_instances):
                 instance = cluster.instances[g]
                 if instance.stepping and instance.step_end <= scalars.now:
-                    end_step(rules, cluster, g)
+                    end_step(rules, rests, cluster, g)
             land_migrations(cluster)
             scalars.phase = _PLAN
+            if scalars.learns:
+                scalars.learns = 0
+                return Wanted.LEARN
         if scalars.phase == _PLAN:
             scalars.phase = _REVEAL
             if rules.plan_every > 0 and scalars.all_steps >= scalars.plan_at:
@@ -121,8 +126,8 @@ def advance(engine: EngineParts, kernel: Kernel, pause_at: float) -> Wanted:
                 scalars.phase = _START
         if scalars.phase == _START:
             if rules.service.forms or rules.service.reports:
-                prepare_steps(rules, cluster, batch)
-            start_steps(rules, step_time, power_model, cluster, series)
+                prepare_steps(rules, rests, cluster, batch)
+            start_steps(rules, step_time, power_model, rests, cluster, series)
             scalars.phase = _TIME
 
 
@@ -166,7 +171,7 @@ def _first_on_its_way(rules: Rules, cluster: Cluster) -> float:
     first = inf
     for g in range(rules.n_instances):
         instance = cluster.instances[g]
-        if not instance.stepping and instance.queued > 0:
+        if not instance.stepping and instance.queue_head != NONE:
             time = arrives(rules, cluster, instance.queue_head)
             if time > cluster.scalars[0].now:
                 first = min(first, time)

@@ -34,6 +34,10 @@ INSTANCE = np.dtype(
         ("step_end", np.float64),
         ("queue_head", np.int64),
         ("queue_tail", np.int64),
+        ("suspended", np.int64),  # first row of those that others may pass, or NONE
+        ("looked", np.int64),  # value of steps at the last look for room for them
+        ("unlearned", np.int64),  # ended since `Rests.by_age` was made
+        ("learn_after", np.int64),  # so many, and it is made anew with the next
         ("new_tokens", np.int64),  # of the step in progress
         ("reading", np.int64),  # context tokens that it reads
         ("waiting", np.int64),  # decoding requests that get no token in it
@@ -59,6 +63,8 @@ REQUEST = np.dtype(
         ("resumes", np.int64),  # goes first: after being `PREEMPTED` or `MIGRATED`, or NONE
         ("entered", np.int64),  # steps counted when it came into the pool
         ("admitted", np.int64),  # serial number of its admission
+        ("until", np.int64),  # steps to which others pass it; once it is back, it is kept
+        ("rest", np.float64),  # tokens that it was expected to generate when it was suspended
         ("preemptions", np.int64),
         ("migrations", np.int64),
         ("landed", np.int64),  # tokens generated when it last arrived from elsewhere, or -1
@@ -116,6 +122,7 @@ FINISHED = np.dtype(
         ("migrations", np.int64),
         ("tpot_worst", np.float64),
         ("client", np.int64),
+        ("template", np.int64),
     ],
     align=True,
 )
@@ -186,6 +193,7 @@ SCALARS = np.dtype(
         ("virtual_time", np.float64),  # service to which an account that comes back is lifted
         ("service", np.float64),  # of all requests that have ended,
         ("ended", np.int64),  # so many
+        ("learns", np.int64),  # an instance has enough new lengths for `Rests.by_age`
     ],
     align=True,
 )
@@ -217,6 +225,8 @@ class Wanted(IntEnum):
     """A plan of migrations."""
     WIDEN = 9
     """A wider pool."""
+    LEARN = 10
+    """The expected rests by age, of the lengths of what has ended."""
 
 
 FIRST_POOL = 512
@@ -241,6 +251,15 @@ class Batching(IntEnum):
     LEAST_WORK_LEFT = 2
 
 
+class Suspends(IntEnum):
+    """Whom an instance suspends when its KV cache is full; as `Victim` has it."""
+
+    NEWEST = 0
+    REST = 1
+    AGE = 2
+    CONTEXT = 3
+
+
 PREEMPTED, MIGRATED = 0, 1
 """Why a request that has been started waits in a queue, before all that have not."""
 
@@ -262,7 +281,7 @@ class Rules(NamedTuple):
     has not been overwritten. ``lost_tokens``: of the KV cache, to each request of an instance,
     since blocks are not full; policies do not know of them. ``dispatch_seconds``: from a request's
     placement until its instance can admit it. ``plan_every``: steps of all instances
-    between two plans of migrations; 0 for none.
+    between two plans of migrations; 0 for none. ``suspends``: see `Suspends`.
     """
 
     n_instances: int
@@ -287,6 +306,7 @@ class Rules(NamedTuple):
     max_steps: int
     max_seconds: float
     plan_every: int
+    suspends: int
     service: ServiceRules
 
 
@@ -374,6 +394,26 @@ class Cluster(NamedTuple):
     tail: IntArray
 
 
+class Rests(NamedTuple):
+    """What is known of the tokens that requests generate yet, where instances suspend by it.
+
+    Attributes:
+        forecast: of each request.
+        caps: [n_templates] most output tokens of a request; or empty: no request has a limit.
+        by_age: [G, ages] expected rest of a request that has so many tokens, by the lengths of what
+            has ended on its instance; and
+        known: [G] ages of it that are known, 0 before enough have ended.
+        contexts, rests: [slots + 16] scratch.
+    """
+
+    forecast: ForecastArrays
+    caps: IntArray
+    by_age: FloatArray
+    known: IntArray
+    contexts: FloatArray
+    rests: FloatArray
+
+
 class Arrivals(NamedTuple):
     """The requests that come in.
 
@@ -419,7 +459,7 @@ def new_cluster(rules: Rules, n_servers: int) -> Cluster:
     scalars["free"] = capacity
     scalars["oversized"] = NONE
     instances = np.zeros(n, dtype=INSTANCE)
-    for field in ("queue_head", "queue_tail", "filling"):
+    for field in ("queue_head", "queue_tail", "filling", "suspended"):
         instances[field] = NONE
     instances["next_end"] = NEVER
     return Cluster(
@@ -440,6 +480,22 @@ def new_cluster(rules: Rules, n_servers: int) -> Cluster:
         latencies=np.zeros(LATENCIES),
         tail=np.zeros((2, LATENCIES), dtype=np.int64),
     )
+
+
+def new_rests(rules: Rules, forecast: ForecastArrays, caps: IntArray) -> Rests:
+    """Return the rests before anything has ended."""
+    n, most = rules.n_instances, rules.slots + 16
+    by_age, known = np.zeros((n, 1)), np.zeros(n, dtype=np.int64)
+    return Rests(forecast, caps, by_age, known, np.zeros(most), np.zeros(most))
+
+
+def with_rests_of(rests: Rests, g: int, by_age: FloatArray) -> Rests:
+    """Return the rests with those of an instance by age anew."""
+    further = max(0, len(by_age) - rests.by_age.shape[1])
+    wider = np.pad(rests.by_age, ((0, 0), (0, further)))
+    wider[g, : len(by_age)] = by_age
+    rests.known[g] = len(by_age)
+    return rests._replace(by_age=wider)
 
 
 def with_more_rows(cluster: Cluster) -> Cluster:

@@ -52,7 +52,7 @@ def gather_placed(cluster: Cluster) -> int:
             placed.left = left
             placed.since_move = since_move
             n += 1
-        for row in (instance.filling, instance.queue_head):
+        for row in (instance.filling, instance.queue_head, instance.suspended):
             while row != NONE:
                 _write_held(cluster, n, row, g)
                 n += 1

@@ -14,10 +14,13 @@ from rescheduler.simulator.engine.engine_state import (
     Batching,
     Cluster,
     Prefill,
+    Rests,
     Rules,
+    Suspends,
     Wanted,
 )
 from rescheduler.simulator.engine.ordered_pool import settle_account, wait_for_account
+from rescheduler.simulator.engine.suspension import keep_for_a_while, longest_rest, suspend
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
 
@@ -110,6 +113,8 @@ def take(rules: Rules, cluster: Cluster, g: int, row: int, before: int) -> None:
     instance.queued_tokens -= request.context
     request.admitted = scalars.admissions
     scalars.admissions += 1
+    if request.resumes == PREEMPTED:
+        keep_for_a_while(cluster, row, g)
     if isnan(request.start):
         request.start = scalars.now
     if rules.prefill == Prefill.CHUNKED:
@@ -166,11 +171,17 @@ def leave(cluster: Cluster, g: int, slot: int) -> int:
 
 
 @compiled_core
-def preempt(cluster: Cluster, g: int) -> None:
-    """Take its place from the request admitted last; it comes first when there is room again."""
+def preempt(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> None:
+    """Take its place from the request admitted last; it comes first when there is room again.
+
+    Or, as `rescheduler.simulator.engine.suspension` has it, from a prompt that is being computed,
+    else from what decodes and is expected to take longest.
+    """
     instance, scalars = cluster.instances[g], cluster.scalars[0]
     slot, latest = NONE, -1
-    for candidate in range(instance.decoding):
+    if rules.suspends != Suspends.NEWEST:
+        slot = longest_rest(rules, rests, cluster, g)
+    for candidate in range(instance.decoding if slot == NONE else 0):
         admitted = cluster.requests[cluster.slot_request[g, candidate]].admitted
         if admitted > latest:
             slot, latest = candidate, admitted
@@ -198,7 +209,10 @@ def preempt(cluster: Cluster, g: int) -> None:
     cluster.requests[row].freed = instance.taken
     cluster.requests[row].preemptions += 1
     scalars.preemptions += 1
-    queue_first(cluster, row, g)
+    if rules.suspends == Suspends.NEWEST:
+        queue_first(cluster, row, g)
+    else:
+        suspend(rules, rests, cluster, row, g)
 
 
 @compiled_inline
@@ -236,6 +250,7 @@ def _write_out(cluster: Cluster, row: int, g: int, end: float) -> None:
     record.migrations = request.migrations
     record.tpot_worst = request.tpot_worst
     record.client = request.client
+    record.template = request.template
     settle_account(cluster, row, end)
     scalars.finished += 1
     if request.target != NONE:
@@ -310,6 +325,7 @@ def land_migrations(cluster: Cluster) -> None:
         request.migrations += 1
         request.landed = request.generated
         request.resumes = MIGRATED
+        request.until = 0  # of steps elsewhere
         scalars.migrations += 1
         queue_first(cluster, move.request, move.target)
     scalars.moving = kept
@@ -398,6 +414,8 @@ def _take(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> int:
     request.preemptions = 0
     request.migrations = 0
     request.landed = NONE
+    request.until = 0
+    request.rest = 0.0
     request.target = NONE
     request.next = NONE
     request.arrival = scalars.now if rules.revelation else arrivals.arrival[at]

@@ -166,7 +166,8 @@ def run_metrics(result: RunResult, slo: SLOConfig | None = None) -> dict[str, fl
     requests over the time in which they arrived. ``latency`` is end − arrival, ``ttft`` is
     first_token − arrival, ``wait`` is start − arrival, ``tpot`` see `time_per_output_token`,
     ``tpot_worst`` see `SLOConfig`, ``itl`` the time between two tokens of a request: each a mean,
-    with ``_p50``, ``_p95`` and ``_p99`` beside it. ``goodput`` counts the requests per second that
+    with ``_p50``, ``_p95`` and ``_p99`` beside it; ``itl_max`` is the longest, as of one that was
+    suspended. ``goodput`` counts the requests per second that
     meet both objectives, ``violated`` is the share of those that do not, the ``rejected`` ones
     among them. Where several clients sent requests, ``latency_of_clients`` is the mean over them
     of each one's mean latency, and ``latency_worst_client`` is the highest. ``energy`` reads
@@ -312,7 +313,8 @@ def _inter_token_latency(result: RunResult) -> dict[str, float]:
         return {}
     mean = np.average(np.sqrt(edges[1:] * edges[:-1]), weights=histogram)
     levels = [percentile / 100 for percentile in _PERCENTILES]
-    return {"itl": mean} | _named("itl", histogram_quantile(histogram, edges, levels))
+    of_levels = histogram_quantile(histogram, edges, [*levels, 1.0])
+    return {"itl": mean} | _named("itl", of_levels[:-1]) | {"itl_max": of_levels[-1]}
 
 
 def _named(name: str, quantiles: npt.NDArray[np.floating[Any]]) -> dict[str, float]:
