@@ -288,6 +288,10 @@ class Simulation:
         self._blocks = timed_blocks(
             setup.trace, generator, arrivals.kind, arrivals.scale, arrivals.rate, arrivals.cv
         )
+        self._learner = setup.forecast.learner()
+        self._learnt = 0
+        if self._learner is not None:
+            self._blocks = self._learner.forecast(self._blocks)
         self._finished: list[RequestRecords] = []
 
     @property
@@ -471,6 +475,7 @@ class Simulation:
 
     def _next_block(self) -> None:
         scalars, engine = self._scalars, self.engine
+        self._learn_past()
         block = next(self._blocks, None)
         if block is None:
             scalars["last_block"] = 1
@@ -509,9 +514,18 @@ class Simulation:
                 instances["learn_after"][g] = self._ended[g] // 16  # as often as it learns
             instances["unlearned"][g] = 0
 
+    def _learn_past(self) -> None:
+        """Learn from the requests that have ended since the last time, if anything does."""
+        if self._learner is not None:
+            count = int(self._scalars["finished"])
+            self._learner.learn(self.engine.cluster.finished[self._learnt : count])
+            self._learnt = count
+
     def _flush(self) -> None:
         self._note_lengths()
+        self._learn_past()
         self._noted = 0
+        self._learnt = 0
         count = int(self._scalars["finished"])
         finished = self.engine.cluster.finished[:count]
         columns = (finished[name].copy() for name in RequestRecords._fields)

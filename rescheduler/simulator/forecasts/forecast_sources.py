@@ -19,6 +19,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     POINT,
     ForecastArrays,
 )
+from rescheduler.simulator.forecasts.past_lengths import PastLearner, past_curves
 from rescheduler.simulator.workloads.forecast_recording import (
     ForecastRecording,
     ReplayTrace,
@@ -58,6 +59,10 @@ class ForecastSource(Checked, ABC):
                 before; None without forecasts.
             seed: of noise.
         """
+
+    def learner(self) -> PastLearner | None:
+        """Return what learns from the requests of a run and gives each its template; None: none."""
+        return None
 
     def refuse_other_trace(self, trace: Trace) -> None:
         """Refuse a trace whose requests it cannot forecast.
@@ -249,6 +254,25 @@ class KaplanMeier(ForecastSource):
 
 
 @dataclass(frozen=True)
+class Past(ForecastSource):
+    """What the same client's, and the same prefix's, earlier requests let expect, before prefill.
+
+    A request is learnt from when it has ended, and forecast when one shortly before it arrives:
+    nothing is known from the future. See `predictor.past.length_memory`.
+    """
+
+    name: ClassVar[str] = "past"
+
+    def arrays(self, lengths: IntArray | None, seed: int) -> ForecastArrays:
+        """Return the curves of all lengths that can be forecast."""
+        return past_curves()
+
+    def learner(self) -> PastLearner:
+        """Return what gives the requests of one run their forecasts."""
+        return PastLearner()
+
+
+@dataclass(frozen=True)
 class Replay(ForecastSource, interval=COUNT):
     """What a real predictor forecast of the very requests of a `ReplayTrace`, as they ran.
 
@@ -354,7 +378,10 @@ SOURCES = Registry[ForecastSource](
     "forecast",
     {
         source.name: source
-        for source in (NoForecast, Oracle, Noisy, Binned, Classified, Interval, KaplanMeier, Replay)
+        for source in (
+            *(NoForecast, Oracle, Noisy, Binned, Classified, Interval, KaplanMeier),
+            *(Past, Replay),
+        )
     },
 )
 """Name in a configuration -> source."""

@@ -17,6 +17,9 @@ MOST_CLIENTS = 4_096
 """Clients of a file that are told apart: all that come later count as one, the last."""
 
 
+_NO_PREFIXES = np.empty(0, dtype=np.object_)
+
+
 class TraceBlock(NamedTuple):
     """Requests that follow one another in a trace.
 
@@ -27,6 +30,8 @@ class TraceBlock(NamedTuple):
         template: [n] row of a recording of forecasts that the request repeats; -1 without.
         client: [n] number of the account that sent it, below `MOST_CLIENTS` where a file says it;
             0 without.
+        prefixes: [n] bytes of the keys (uint64) of its prompt's prefixes, each of which stands for
+            all before it; empty where the trace has none.
     """
 
     arrival: FloatArray
@@ -34,6 +39,7 @@ class TraceBlock(NamedTuple):
     output: IntArray
     template: IntArray
     client: IntArray
+    prefixes: npt.NDArray[np.object_] = _NO_PREFIXES
 
 
 class Trace(Protocol):
@@ -180,14 +186,24 @@ class ResampledTrace:
         gaps = self._gaps()
         n = len(self.recorded.prompt)
         length = min(_RUN, -(-n // _LEAST_RUNS))
-        now = 0.0
+        now, runs = 0.0, 0
         for size in block_sizes(self.requests):
             starts = generator.integers(0, n, -(-size // length))
             chosen = ((starts[:, None] + np.arange(length)) % n).ravel()[:size]
             arrival = now + np.cumsum(gaps[chosen])
             now = float(arrival[-1])
-            drawn = TraceBlock(*(column[chosen] for column in self.recorded))
-            yield drawn._replace(arrival=arrival)
+            columns = (column[chosen] for column in self.recorded if len(column))
+            drawn = TraceBlock(*columns)._replace(arrival=arrival)
+            yield self._told_apart(drawn, runs + np.arange(size) // length)
+            runs += len(starts)
+
+    def _told_apart(self, drawn: TraceBlock, run: IntArray) -> TraceBlock:
+        """Give each run prefixes of its own: what is drawn twice has not been there before."""
+        prefixes = np.empty(len(drawn.prefixes), dtype=np.object_)
+        for i, recorded in enumerate(drawn.prefixes):
+            keys = np.frombuffer(recorded, dtype=np.uint64)
+            prefixes[i] = (keys ^ (np.uint64(run[i]) << np.uint64(40))).tobytes()
+        return drawn._replace(prefixes=prefixes)
 
     def _gaps(self) -> npt.NDArray[np.float64]:
         """Return [N] seconds before each request."""

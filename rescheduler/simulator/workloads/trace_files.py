@@ -1,6 +1,7 @@
 """Traces of LLM requests by name: the formats in which they are published, and their files."""
 
 import csv
+import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from data_collection.workload.arrivals import (
     ticks,
     words,
 )
+from predictor.past.length_memory import MOST_CHAIN
 from rescheduler.cluster.registry import Registry
 from rescheduler.simulator.workloads.forecast_recording import ReplayTrace
 from rescheduler.simulator.workloads.length_generators import (
@@ -52,9 +54,9 @@ _EPOCH = datetime(1970, 1, 1)
 _MICROSECOND = timedelta(microseconds=1)
 _WHOLE_FILE = ("[", "{\n", "{\r\n")
 
-Row = tuple[int, float, int, int, str]
-"""Line, arrival in ticks (NaN without), prompt and output tokens of one request, and the name of
-its client (empty without), unchecked."""
+Row = tuple[int, float, int, int, str, bytes]
+"""Line, arrival in ticks (NaN without), prompt and output tokens of one request, the name of its
+client (empty without), and the keys of its prefixes (likewise), unchecked."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class TraceFormat:
         why: the unit is taken to be this.
         expected: of its arrivals, if they are in this unit.
         client: its column of clients, which may be missing; None: it has none.
+        session: its column of conversations, likewise.
         timeless: whether the column of arrivals may be missing.
         logs_failures: whether requests without output are failures.
         lines: whether a line is a JSON object, not CSV.
@@ -83,6 +86,7 @@ class TraceFormat:
     why: str
     expected: Expected
     client: str | None = None
+    session: str | None = None
     timeless: bool = False
     logs_failures: bool = False
     lines: bool = False
@@ -108,6 +112,7 @@ FORMATS: dict[TraceFormatName, TraceFormat] = {
         why="by the name of arrival_s",
         expected=EXPECTED,
         client="client",
+        session="session",
         timeless=True,
     ),
     "azure": TraceFormat(
@@ -127,6 +132,7 @@ FORMATS: dict[TraceFormatName, TraceFormat] = {
         unit="s",
         why="as BurstGPT is published",
         expected=Expected(0.002, 1000, requests=10),
+        session="Session ID",
         logs_failures=True,
     ),
     "mooncake": TraceFormat(
@@ -178,6 +184,11 @@ class RowReader:
         return self.form.time in self.header
 
     @property
+    def has_prefixes(self) -> bool:
+        """Whether requests may have keys of their prefixes."""
+        return self.form.lines or self.form.session in self.header
+
+    @property
     def _clock(self) -> Callable[[str], float]:
         return _microseconds if self.unit is None else float
 
@@ -194,7 +205,8 @@ class RowReader:
                 request = decode(line)
             except msgspec.DecodeError as error:
                 raise ValueError(f"{path}:{number}: no request of Mooncake's: {error}") from None
-            yield number, request.timestamp, request.input_length, request.output_length, ""
+            time, prompt, output = request.timestamp, request.input_length, request.output_length
+            yield number, time, prompt, output, "", _hash_ids(request.hash_ids)
 
     def _of_csv(self, path: Path, lines: Iterator[str]) -> Iterator[Row]:
         reader = csv.reader(lines)
@@ -204,6 +216,8 @@ class RowReader:
         output_at = self.header.index(self.form.output)
         client = self.form.client
         client_at = self.header.index(client) if client in self.header else None
+        session = self.form.session
+        session_at = self.header.index(session) if session in self.header else None
         try:
             while _is_blank(next(reader, ["no lines"])):
                 pass
@@ -222,7 +236,9 @@ class RowReader:
                 except ValueError:
                     time, prompt, output = self._odd(row, f"{path}:{reader.line_num}")
                 client = "" if client_at is None else row[client_at].strip()
-                yield reader.line_num, time, prompt, output, client
+                session = "" if session_at is None else row[session_at].strip()
+                prefixes = _digest(session) if session else b""
+                yield reader.line_num, time, prompt, output, client, prefixes
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: {error}") from error
 
@@ -262,11 +278,36 @@ def _other_kind_of_time(text: str, unit: TimeUnit | None) -> str:
 
 
 class _MooncakeLine(msgspec.Struct):
-    """What is read of a line; ``hash_ids`` and whatever else is there is skipped."""
+    """What is read of a line; whatever else is there is skipped."""
 
     timestamp: float
     input_length: int
     output_length: int
+    hash_ids: msgspec.Raw = msgspec.Raw()
+
+
+_hashes = msgspec.json.Decoder(list[int | str])
+
+
+def _hash_ids(given: msgspec.Raw) -> bytes:
+    """Return the keys of the blocks of a prompt; none where they are of another kind."""
+    try:
+        ids = _hashes.decode(given)
+    except msgspec.DecodeError:
+        return b""
+    if len(ids) > MOST_CHAIN:
+        ids = [*ids[: MOST_CHAIN // 4], *ids[-(MOST_CHAIN - MOST_CHAIN // 4) :]]
+    return b"".join(
+        id.to_bytes(8, sys.byteorder)
+        if isinstance(id, int) and 0 <= id < 1 << 40
+        else _digest(str(id))
+        for id in ids
+    )
+
+
+def _digest(name: str) -> bytes:
+    """Return a key of a name."""
+    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 def recognise(
@@ -316,7 +357,7 @@ def recognise(
         raise ValueError(
             f"{where}: lacks {', '.join(map(repr, form.missing(header)))}, which format {name} has"
         )
-    read = (*form.columns, form.client)
+    read = (*form.columns, form.client, form.session)
     twice = [column for column in read if column is not None and header.count(column) > 1]
     if twice:
         raise ValueError(f"{where}: has the column {twice[0]!r} twice")
@@ -384,11 +425,14 @@ class TraceFile:
     Told apart by their first line, plain or gzipped, whatever the file is called:
 
     - Headway CSV: ``arrival_s,input_tokens,output_tokens``; ``arrival_s`` may be missing, and
-      ``client`` may say who sent each request: clients are numbered as they appear;
+      ``client`` may say who sent each request: clients are numbered as they appear; ``session``
+      may say which conversation it belongs to;
     - Azure LLM inference traces 2023 and 2024: ``TIMESTAMP,ContextTokens,GeneratedTokens``;
     - BurstGPT (arXiv:2401.17644): ``Timestamp,Model,Request tokens,Response tokens,Total
       tokens,Log Type``; a request with 0 response tokens failed there, and is left out;
-    - Mooncake JSON Lines: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``.
+      ``Session ID`` may say which conversation a request belongs to;
+    - Mooncake JSON Lines: ``timestamp`` (ms), ``input_length``, ``output_length``, and
+      ``hash_ids`` of the prompt's blocks, which may be missing.
 
     Other columns are ignored. Arrivals are counted from the first request that is read. Unless
     the unit of the arrivals is given or they are dates, it is refused if the trace's beginning is
@@ -502,7 +546,7 @@ class TraceFile:
         logs_failures, skip_empty = self._reader.form.logs_failures, self._skip_empty
         last = -math.inf
         for row in self._reader.rows(path, self._lines()):
-            line, time, prompt, output, client = row
+            line, time, prompt, output, client, _ = row
             if (output == 0 and logs_failures) or (skip_empty and 0 in (prompt, output)):
                 continue
             if not (0 < prompt <= LONGEST and 0 < output <= LONGEST):
@@ -519,10 +563,12 @@ class TraceFile:
             yield row
 
     def _block(self, rows: list[Row], first: float, numbers: dict[str, int]) -> TraceBlock:
-        _, times, prompts, outputs, clients = zip(*rows, strict=True)
+        _, times, prompts, outputs, clients, prefixes = zip(*rows, strict=True)
         # Subtracted before the division, so that time stamps since 1970 lose no digits.
         since_first = np.array([time - first for time in times], dtype=np.float64)
         lengths = lengths_block(np.array(prompts), np.array(outputs))
+        if self._reader.has_prefixes:
+            lengths = lengths._replace(prefixes=np.array(prefixes, dtype=np.object_))
         return lengths._replace(
             arrival=since_first / self._reader.ticks,
             client=np.array([_number(numbers, client) for client in clients], dtype=np.int64),
