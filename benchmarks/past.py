@@ -1,0 +1,258 @@
+"""What the traffic's own past says of lengths, and what serving by it gains, on public traces.
+
+    python -m benchmarks.past --traces DIR [--quick] [--json OUT]
+
+DIR has Mooncake's conversation trace (``mooncake_conversation*.jsonl.gz``) and samples of
+ServeGen's clients (``servegen_deepseek_r1*.csv.gz``). A figure whose trace is not there is null.
+
+*Rank correlations* are of forecasts with lengths, by Spearman: learnt as the next request arrives,
+and learnt only when as many later ones have arrived as a queue holds. *known* are the requests that
+share more than the first block with an earlier one.
+
+*Gains*: one instance with as many places as serve so much of the trace's tokens in its time, a step
+of 30 ms, no limit of memory, arrivals spread over the 3 s that the trace rounds them to, and a
+pool that takes all. Orders are relative to order of arrival. γ is a multiple of 1 / the mean excess
+of the latency over its median, as served in order of arrival.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.support.report import arguments, report
+from predictor.past.length_memory import LengthMemory, Recalled
+from rescheduler.ordering import ServiceOrder, create_order
+from rescheduler.routing import create_policy
+from rescheduler.simulator.config.simulation_config import (
+    ArrivalsConfig,
+    ClusterConfig,
+    PoolConfig,
+    SimulationConfig,
+)
+from rescheduler.simulator.forecasts.forecast_sources import create_forecast
+from rescheduler.simulator.simulation import RunSetup, run
+from rescheduler.simulator.workloads.trace import TraceBlock, first_requests
+from rescheduler.simulator.workloads.trace_files import TraceFile
+from rescheduler.step_time.step_time import StepTime
+
+FloatArray = npt.NDArray[np.float64]
+
+LOADS = (1.0, 1.1, 1.2)
+GAMMAS = (1.0, 0.3, 0.1, 0.03)
+STEP_SECONDS = 0.03
+ROUNDED_SECONDS = 3.0
+SERVEGEN_REQUESTS = 60_000
+QUEUED = 200
+MILLION = 1 << 20
+
+
+class Foreseen(NamedTuple):
+    """Forecasts of a trace's requests.
+
+    Attributes:
+        correlation: of all, with their lengths.
+        known: of the requests with a known prefix.
+        share: of these.
+        covered: share of the lengths in their 80% interval.
+        microseconds: of processor time to forecast and to learn one.
+    """
+
+    correlation: float
+    known: float
+    share: float
+    covered: float
+    microseconds: float
+
+
+def main() -> None:
+    parser = arguments("what the past says of lengths, and what serving by it gains")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of public traces")
+    parser.add_argument("--seeds", type=int, default=3, help="jittered arrivals (default: 3)")
+    options = parser.parse_args()
+    most, seeds = (1500, 1) if options.quick else (MILLION, options.seeds)
+    figures = dict[str, float]()
+    mooncake = find(options.traces, "mooncake_conversation*.jsonl.gz", most)
+    servegen = find(options.traces, "servegen_deepseek_r1*.csv.gz", min(most, SERVEGEN_REQUESTS))
+    synthetic = find(options.traces, "mooncake_synthetic*.jsonl.gz", most)
+    figures |= correlations("mooncake", mooncake)
+    figures |= correlations("mooncake_synthetic", synthetic)
+    figures |= correlations("servegen_r1", servegen)
+    figures |= gains(mooncake, seeds)
+    figures["microseconds_per_request"] = figures["microseconds_per_request_mooncake"]
+    figures |= memory(1 << 14 if options.quick else MILLION)
+    report("past", figures, options.json)
+
+
+def find(folder: Path | None, pattern: str, most: int) -> TraceBlock | None:
+    """Return the first requests of the trace of that name, None where there is none."""
+    paths = [] if folder is None else sorted(folder.glob(pattern))
+    if not paths:
+        print(f"no {pattern}: its figures are null")
+        return None
+    return first_requests(TraceFile(paths[0]), np.random.default_rng(0), most)
+
+
+def ranks(values: FloatArray) -> FloatArray:
+    """Return the ranks of values, equal ones sharing their mean."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[inverse])
+
+
+def correlation(values: FloatArray, others: FloatArray) -> float:
+    """Return Spearman's rank correlation; NaN of fewer than two."""
+    if len(values) < 2:
+        return math.nan
+    return float(np.corrcoef(ranks(values), ranks(others))[0, 1])
+
+
+def foreseen(trace: TraceBlock, behind: int) -> Foreseen:
+    """Forecast a trace's requests, each learnt once so many more have arrived."""
+    n = len(trace.prompt)
+    raw = trace.prefixes if len(trace.prefixes) else [b""] * n
+    chains = [np.frombuffer(keys, dtype=np.uint64) for keys in raw]
+    memory = LengthMemory(salt=bytes(32))
+    running: deque[tuple[Recalled, int]] = deque()
+    warm = LengthMemory()
+    warm.learn(warm.recall(1, 1, chains[0]), 1)
+    mean, spread, known = np.empty(n), np.empty(n), np.empty(n, dtype=bool)
+    clients, outputs = trace.client.tolist(), trace.output.tolist()
+    began = time.process_time()
+    for i in range(n):
+        recalled = memory.recall(1, clients[i] + 1, chains[i])
+        mean[i], spread[i] = recalled.length
+        known[i] = recalled.known > 1
+        running.append((recalled, outputs[i]))
+        if len(running) > behind:
+            memory.learn(*running.popleft())
+    seconds = time.process_time() - began
+    length = np.log(trace.output)
+    return Foreseen(
+        correlation(mean, length),
+        correlation(mean[known], length[known]),
+        float(known.mean()),
+        float((np.abs(length - mean) < 1.2816 * spread).mean()),
+        1e6 * seconds / n,
+    )
+
+
+def correlations(name: str, trace: TraceBlock | None) -> dict[str, float]:
+    """Return the rank correlations of one trace."""
+    if trace is None:
+        names = ("rank_correlation", "microseconds_per_request")
+        return {f"{figure}_{name}": math.nan for figure in names}
+    at_once, late = foreseen(trace, 0), foreseen(trace, QUEUED)
+    by_prompt = correlation(trace.prompt.astype(np.float64), np.log(trace.output))
+    found = {
+        f"requests_{name}": float(len(trace.prompt)),
+        f"rank_correlation_{name}": at_once.correlation,
+        f"rank_correlation_{name}_{QUEUED}_later": late.correlation,
+        f"rank_correlation_{name}_by_input_length": by_prompt,
+        f"covered_by_80_percent_interval_{name}": at_once.covered,
+        f"microseconds_per_request_{name}": at_once.microseconds,
+    }
+    if len(trace.prefixes):
+        found[f"rank_correlation_{name}_known"] = at_once.known
+        found[f"rank_correlation_{name}_known_{QUEUED}_later"] = late.known
+        found[f"share_known_{name}"] = at_once.share
+    return found
+
+
+@dataclass(frozen=True)
+class Jittered:
+    """A trace whose arrivals are spread over the seconds to which they are rounded."""
+
+    block: TraceBlock
+    name: str = "jittered"
+    has_arrivals: bool = True
+
+    def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
+        (draws,) = generator.spawn(1)
+        arrival = self.block.arrival + draws.uniform(0, ROUNDED_SECONDS, len(self.block.arrival))
+        order = np.argsort(arrival)
+        timed: list[Any] = [*self.block._replace(arrival=arrival)]
+        yield TraceBlock(*(column[order] for column in timed if len(column)))
+
+
+def served(
+    block: TraceBlock, places: int, forecast: str, order: ServiceOrder, seed: int
+) -> FloatArray:
+    """Return the latencies of a trace's requests in one run."""
+    config = SimulationConfig(
+        cluster=ClusterConfig(1, places, None),
+        clock="independent",
+        arrivals=ArrivalsConfig("trace"),
+        pool=PoolConfig(MILLION),
+        trace={"path": "-"},
+    )
+    step = StepTime(STEP_SECONDS, 0.0, 0.0, 0.0)
+    setup = RunSetup(config, Jittered(block), create_forecast(forecast), step)
+    requests = run(setup, create_policy("jsq"), seed, order=order).requests
+    return np.asarray(requests.end - requests.arrival)
+
+
+def gains(trace: TraceBlock | None, seeds: int) -> dict[str, float]:
+    """Return what orders gain over order of arrival, by load, as means over seeds."""
+    if trace is None:
+        return {"latency_gain_mooncake_110": math.nan, "p99_change_mooncake_110": math.nan}
+    found = dict[str, float]()
+    work = float(trace.output.sum()) * STEP_SECONDS / float(trace.arrival[-1] + ROUNDED_SECONDS)
+    for load in LOADS:
+        places, percent = round(work / load), round(100 * load)
+        found[f"places_mooncake_{percent}"] = places
+        rows: dict[str, list[tuple[float, ...]]] = {}
+        for seed in range(seeds):
+            first = served(trace, places, "none", create_order("fcfs"), seed)
+            rate = 1 / float((first - np.median(first)).clip(0).mean() * 2)
+            arms = [("shortest", create_order("shortest"), name) for name in ("past", "oracle")]
+            if load == LOADS[1]:
+                for factor in GAMMAS:
+                    boost = create_order("boost", gamma=factor * rate)
+                    arms += [(f"boost_{factor:g}", boost, name) for name in ("past", "oracle")]
+            arms += [("boost", create_order("boost"), name) for name in ("kaplan_meier", "past")]
+            for label, order, forecast in arms:
+                latency = served(trace, places, forecast, order, seed)
+                rows.setdefault(f"{label}_{forecast}", []).append(
+                    (
+                        100 * (latency.mean() / first.mean() - 1),
+                        100 * (np.percentile(latency, 99) / np.percentile(first, 99) - 1),
+                        float(np.median(latency)),
+                    )
+                )
+            rows.setdefault("fcfs", []).append((0.0, 0.0, float(np.median(first))))
+        for arm, values in rows.items():
+            mean, tail, median = np.mean(values, axis=0).tolist()
+            if arm != "fcfs":
+                found[f"latency_change_mooncake_{percent}_{arm}"] = mean
+                found[f"p99_change_mooncake_{percent}_{arm}"] = tail
+            found[f"median_seconds_mooncake_{percent}_{arm}"] = median
+    found["latency_gain_mooncake_110"] = found["latency_change_mooncake_110_shortest_past"]
+    found["p99_change_mooncake_110"] = found["p99_change_mooncake_110_shortest_past"]
+    return found
+
+
+def memory(keys: int) -> dict[str, float]:
+    """Return what a full memory takes, and how long a request takes there."""
+    filled, generator = LengthMemory(keys), np.random.default_rng(0)
+    chain = 23  # keys of a request, as many as Mooncake's have
+    n = 2 * keys // chain
+    names = generator.integers(1, 1 << 62, (n, chain), dtype=np.uint64)
+    began = time.process_time()
+    for i in range(n):
+        filled.learn(filled.recall(1, 1 + i % 1000, names[i]), 1 + i % 1000)
+    seconds = time.process_time() - began
+    return {
+        "keys_when_full": filled.known,
+        "megabytes_per_million_keys": filled.nbytes / (1 << 20) * MILLION / filled.known,
+        "microseconds_per_request_when_full": 1e6 * seconds / n,
+    }
+
+
+if __name__ == "__main__":
+    main()
