@@ -220,8 +220,8 @@ def gains(trace: TraceBlock | None, seeds: int) -> dict[str, float]:
                 latency = served(trace, places, forecast, order, seed)
                 rows.setdefault(f"{label}_{forecast}", []).append(
                     (
-                        100 * (latency.mean() / first.mean() - 1),
-                        100 * (np.percentile(latency, 99) / np.percentile(first, 99) - 1),
+                        100 * float(latency.mean() / first.mean() - 1),
+                        100 * float(np.percentile(latency, 99) / np.percentile(first, 99) - 1),
                         float(np.median(latency)),
                     )
                 )

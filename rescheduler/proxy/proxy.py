@@ -11,12 +11,14 @@ from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.engines.deployment import Deployment
 from rescheduler.finish_times.load_ahead import compile_load_ahead
 from rescheduler.openai.openai_request import ClientRequest, EngineBodies
+from rescheduler.ordering import create_order
 from rescheduler.placement.account import Account
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
 from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.migrator import Migrator
+from rescheduler.proxy.past_forecasts import PastForecasts
 from rescheduler.proxy.prompt_forecasts import PromptForecasts, expected_lengths
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import PassThrough, RequestFlow
@@ -53,6 +55,8 @@ class Proxy:
         self.cluster = cluster = kind(deployment)
         expected = expected_lengths(deployment)
         self._forecasts = PromptForecasts(expected) if expected is not None else None
+        order, past = create_order(**deployment.order), options.past
+        self._past = PastForecasts(past) if past is not None and order.needs_lengths else None
         self._tracer = create_tracer(options.traces)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []
@@ -82,6 +86,8 @@ class Proxy:
             self.cluster.forever(self.metrics.scores.run())
         self.cluster.forever(self.flow.watch.run())
         self.cluster.forever(self.flow.leases.run())
+        if self._past is not None:
+            self.cluster.forever(self._past.run())
         if self.reports is not None:
             await asyncio.to_thread(compile_load_ahead)
             self.cluster.forever(self.reports.run())
@@ -95,6 +101,8 @@ class Proxy:
         """End what runs in the background, and close every connection."""
         if self._forecasts is not None:
             self._forecasts.close()
+        if self._past is not None:
+            self._past.close()
         await self.cluster.close(patience=_FREEING_SECONDS)  # what is being freed on the engines
         if self._tracer is not None:
             await self._tracer.close()
@@ -136,22 +144,31 @@ class Proxy:
         return request
 
     async def forecast(self, request: LiveRequest) -> None:
-        """Note what a request's prompt lets expect, if anything forecasts that in time.
+        """Note what a request's prompt lets expect, or else what its client's past does.
 
         Raises:
             RequestRefusedError: there is no room for it any more.
         """
+        past = None if self._past is None else self._past.expected(request)
         if self._forecasts is not None:
             account = request.account.name
             request.expected_tokens = await self._forecasts.expected(request.client, account)
             self.cluster.dispatcher.admit(request.account)  # others may have come meanwhile
             if request.background:
                 self.cluster.dispatcher.admit_background(request.account)
+        source = "none" if past is None else "past"
+        if request.expected_tokens is not None:
+            source = "prompt"
+        else:
+            request.expected_tokens = past
+        self.metrics.length_forecasts.labels(source).inc()
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
+        if self._past is not None:
+            self._past.ended(request, outcome == "ok")
         try:
             if self.reports is not None:
                 self.reports.ended(request, outcome == "ok")

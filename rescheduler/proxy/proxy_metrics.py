@@ -38,9 +38,14 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         self._wait = self._histogram(
             "headway_proxy_wait_seconds",
             "from a request's arrival to its place on a decode instance, by the output tokens "
-            "forecast from its prompt",
+            "forecast as it arrived",
             ["expected_tokens"],
             buckets=_FIRST_SECONDS,
+        )
+        self.length_forecasts = self._counter(
+            "headway_proxy_length_forecasts",
+            "requests by what forecast their output tokens as they arrived",
+            ["source"],
         )
         self.token_gap = self._histogram(
             "headway_proxy_inter_token_latency_seconds",
@@ -111,6 +116,8 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         self._longest_stall = 0.0
         for outcome in ("given", "refused", "none", "kept", "broken", "left"):
             self.promises.labels(outcome)
+        for source in ("prompt", "past", "none"):
+            self.length_forecasts.labels(source)
         # From 0 on: Prometheus sees no increase in a series that begins with its first event.
         for instance in cluster.all:
             for counter in (self.recomputed, self.failures, self.gave_way, self.turned_away):

@@ -1,0 +1,193 @@
+"""What a proxy learns from requests that end, and whom it tells nothing of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_cluster import PROMPT, Cluster, cluster
+from tokenizers import Tokenizer
+
+from rescheduler.engines.deployment import PastOptions
+from rescheduler.openai.openai_request import CHAT, COMPLETIONS
+from rescheduler.openai.request_reader import read_request
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placeable import Placements
+from rescheduler.proxy.past_forecasts import PastForecasts, prefix_keys
+
+SALT = bytes(32)
+CHECKPOINT = "checkpoints/smollm2-135m-instruct-prompt"
+
+
+def keys(path: str = CHAT, salt: bytes = SALT, **fields: Any) -> list[int]:
+    return [*map(int, prefix_keys(read_request(path, json.dumps(fields).encode()).body, salt))]
+
+
+def say(*texts: str, system: str | None = None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    roles = ("user", "assistant")
+    return first + [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+# Keys
+
+
+def test_a_turn_has_the_keys_of_the_turns_before_it() -> None:
+    first = keys(messages=say("Why?", system="Be brief."))
+    later = keys(messages=say("Why?", "Because.", "And why?", system="Be brief."))
+    assert later[: len(first)] == first
+    assert len(later) == len(first) + 2
+
+
+def test_the_template_comes_first() -> None:
+    one, other = (keys(messages=say(text, system="Be brief.")) for text in ("Why?", "How?"))
+    assert one[0] == other[0]
+    assert one[1:] != other[1:]
+    assert keys(messages=say("Why?", system="Be long."))[0] != one[0]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert keys(messages=say("Why?", system="Be brief."), tools=tools)[0] != one[0]
+
+
+def test_long_prompts_share_the_pieces_with_which_they_begin() -> None:
+    text = "a" * 10_000
+    one, other = keys(COMPLETIONS, prompt=text + "b"), keys(COMPLETIONS, prompt=text + "c")
+    assert len(one) == 6
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True] * 5 + [False]
+
+
+def test_nobody_reads_a_prompt_from_its_keys_without_the_salt() -> None:
+    assert not set(keys(prompt=PROMPT, path=COMPLETIONS)) & set(
+        keys(prompt=PROMPT, path=COMPLETIONS, salt=b"1" * 32)
+    )
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)))
+def test_no_prompt_is_too_strange_for_keys(value: Any) -> None:
+    for field in ("prompt", "messages", "tools"):
+        body = {field: json.dumps(value).encode()}
+        assert len(prefix_keys(body, SALT)) >= 1  # type: ignore[arg-type]
+
+
+def test_a_prompt_of_many_small_messages_is_not_read_message_by_message() -> None:
+    body = {"messages": b"[" + b",".join([b"{}"] * 200_000) + b"]"}
+    assert len(prefix_keys(body, SALT)) < 600  # type: ignore[arg-type]
+
+
+# Requests
+
+
+def live(forecasts: PastForecasts, tokens: int, client: str, **fields: Any) -> int | None:
+    """Serve a request with so many tokens; return what was expected of it."""
+    raw = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 2000, **fields}).encode()
+    placements = Placements[LiveRequest]()
+    asked = read_request(COMPLETIONS, raw)
+    request = LiveRequest("id", "name", asked, {}, 0.0, None, placements)
+    request.account.name = client
+    expected = forecasts.expected(request)
+    request.reported(5, tokens)
+    forecasts.ended(request, tokens > 0)
+    return expected
+
+
+def test_a_client_is_expected_to_go_on_as_before() -> None:
+    forecasts = PastForecasts(PastOptions())
+    assert live(forecasts, 900, "long") is None
+    assert live(forecasts, 5, "short") is None
+    for _ in range(20):
+        live(forecasts, 900, "long")
+        live(forecasts, 5, "short")
+    long, short = (live(forecasts, 5, client) for client in ("long", "short"))
+    assert long is not None
+    assert short is not None
+    assert short < 20 < 500 < long
+    assert live(forecasts, 5, "long", max_tokens=50) in range(40, 51)
+    assert live(forecasts, 5, "another") is None
+
+
+def test_what_did_not_end_by_itself_teaches_nothing() -> None:
+    forecasts = PastForecasts(PastOptions())
+    live(forecasts, 0, "a")
+    live(forecasts, 900, "a", n=3)
+    assert forecasts.memory.known == 0
+    assert live(forecasts, 3, "a") is None
+
+
+def test_a_broken_file_does_not_keep_a_proxy_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "past"
+    file.write_bytes(b"no memory")
+    forecasts = PastForecasts(PastOptions(file=str(file)))
+    assert "begins anew" in caplog.text
+    live(forecasts, 900, "a")
+    forecasts.close()
+    assert live(PastForecasts(PastOptions(file=str(file))), 5, "a") is not None
+
+
+def test_a_file_that_cannot_be_written_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    forecasts = PastForecasts(PastOptions(file=str(tmp_path / "nowhere" / "past")))
+    forecasts.close()
+    forecasts.close()
+    assert caplog.text.count("only the first failure") == 1
+
+
+# A proxy
+
+ASKED = {"model": "m", "prompt": PROMPT, "max_tokens": 6}
+
+
+async def sources(it: Cluster) -> dict[str, float]:
+    names = ("prompt", "past", "none")
+    metric = it.proxy.metrics.length_forecasts
+    return {name: metric.labels(name)._value.get() for name in names}
+
+
+@pytest.mark.cluster(order={"name": "boost"})
+async def test_a_proxy_learns_as_requests_end(it: Cluster) -> None:
+    for _ in range(3):
+        assert (await it.post(ASKED))[0] == 200
+    assert await sources(it) == {"prompt": 0, "past": 2, "none": 1}
+    assert it.proxy._past is not None
+    assert not it.proxy._past._running
+    assert it.proxy._past.memory.known > 0
+
+
+@pytest.mark.cluster(order={"name": "boost"}, prompt_checkpoint=CHECKPOINT)
+async def test_a_forecast_from_the_prompt_goes_before_the_past(it: Cluster) -> None:
+    for _ in range(2):
+        assert (await it.post(ASKED))[0] == 200
+    assert await sources(it) == {"prompt": 2, "past": 0, "none": 0}
+
+
+@pytest.mark.parametrize(
+    "options", [{"order": {"name": "fcfs"}}, {"order": {"name": "boost"}, "past": None}]
+)
+async def test_an_order_of_arrival_or_no_past_keeps_nothing(
+    tokenizer: Tokenizer, options: dict[str, Any]
+) -> None:
+    async with cluster(tokenizer, 1, **options) as it:
+        for _ in range(2):
+            assert (await it.post(ASKED))[0] == 200
+        assert it.proxy._past is None
+        assert await sources(it) == {"prompt": 0, "past": 0, "none": 2}
+
+
+async def test_a_proxy_goes_on_after_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    past = PastOptions(file=str(tmp_path / "past"))
+    for expected in (1, 0):
+        async with cluster(tokenizer, 1, order={"name": "boost"}, past=past) as it:
+            assert (await it.post(ASKED))[0] == 200
+            assert (await sources(it))["none"] == expected
+    assert PROMPT.encode() not in (tmp_path / "past").read_bytes()
+
+
+@pytest.mark.cluster(order={"name": "shortest"})
+async def test_several_answers_to_one_prompt_teach_nothing(it: Cluster) -> None:
+    assert (await it.post({**ASKED, "n": 2}))[0] == 200
+    assert it.proxy._past is not None
+    assert it.proxy._past.memory.known == 0
+    assert not it.proxy._past._running
