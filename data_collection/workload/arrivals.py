@@ -108,6 +108,8 @@ def _doubt(
     ]
     if since_1970 and unit not in since_1970:
         return f"looks like {_WORDS[since_1970[0]]} since 1970", since_1970[0]
+    if since_1970 and not expected.whole:
+        return None, None  # dates, in this unit: however few or many requests came
     rate, at = sample.rate(unit), units.index(unit)
     if sample.requests < expected.requests or rate == float("inf"):
         return None, None

@@ -22,9 +22,12 @@ from rescheduler.proxy.past_forecasts import PastForecasts
 from rescheduler.proxy.prompt_forecasts import PromptForecasts, expected_lengths
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import PassThrough, RequestFlow
+from rescheduler.proxy.trace_writer import TraceWriter
 from rescheduler.tracing.span import NO_SPAN, create_tracer, end_request
 
 _FREEING_SECONDS = 1.0
+_CLIENT_DIGITS = 16
+"""Of the salted digest that tells clients apart in a trace, and does not tell who they are."""
 
 
 class Proxy:
@@ -39,6 +42,7 @@ class Proxy:
         running: requests that have arrived and not ended.
         ending: no new ones are taken.
         cutting: those that run are being ended.
+        trace_writer: writes arrivals and lengths to a file; None: nobody does.
 
     Raises:
         DeploymentError: unknown policy, one whose forecasts no instance publishes, or a prompt
@@ -50,6 +54,7 @@ class Proxy:
         self.deployment, self._tokenizer = deployment, tokenizer
         self.running = 0
         self.ending = self.cutting = False
+        self.trace_writer: TraceWriter | None = None
         self._handlers: set[asyncio.Task[Any]] = set()
         kind = Cluster[LiveRequest] if deployment.coordinator is None else CoordinatedCluster
         self.cluster = cluster = kind(deployment)
@@ -141,6 +146,8 @@ class Proxy:
         if account is not None:
             request.account = account
         self.cluster.began(request)
+        if self.trace_writer is not None:
+            self.trace_writer.began(request)
         return request
 
     async def forecast(self, request: LiveRequest) -> None:
@@ -174,6 +181,9 @@ class Proxy:
                 self.reports.ended(request, outcome == "ok")
         finally:
             self.cluster.ended(request, outcome == "ok")
+        if self.trace_writer is not None:
+            client = self.cluster.accounts.keys.digest(request.account.name)
+            self.trace_writer.ended(request, outcome, client[:_CLIENT_DIGITS])
         if request.trace.recorded:
             splicer = request.splicer
             given = len(splicer.output_token_ids)

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 from aiohttp import web
@@ -29,6 +29,7 @@ from rescheduler.page.snapshot import SnapshotFeed, recording, refuse_log
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.proxy.proxy_metrics import watch_loop
+from rescheduler.proxy.trace_writer import TraceWriter
 from rescheduler.serving.admin_app import AdminListener
 from rescheduler.serving.connection import (
     CLEANUP_SECONDS,
@@ -131,6 +132,8 @@ def serve(
     config: Deployment,
     port: int | None = None,
     record: Path | None = None,
+    trace: Path | None = None,
+    trace_mb: int = 256,
     verbose: bool = False,
 ) -> None:
     """Serve a deployment of prefill and decode instances behind one OpenAI-compatible address.
@@ -147,11 +150,14 @@ def serve(
         port: in place of the deployment's `proxy.port`, for a second proxy on one machine.
         record: log twice a second what the page shows to this file, for `headway replay`; it must
             not exist.
+        trace: append when each request arrived and how long it was to this file, for `headway
+            advise` and `headway rehearse`: no texts, no tokens, no keys.
+        trace_mb: largest size of that file, in MiB; then no more is written.
         verbose: also log where requests go, why none is moved, and the messages of libraries.
 
     Raises:
         DeploymentError: the deployment cannot be served.
-        OSError: the file to record to exists, or cannot be written.
+        OSError: the file to record to exists, or one cannot be written.
     """
     log_serving(verbose)
     if port is not None:
@@ -160,8 +166,14 @@ def serve(
         config = replace(config, proxy=replace(config.proxy, port=port))
     if record is not None:
         refuse_log(record)
-    tokenizer = load_tokenizer(config.model)
-    run_server(_serve(in_real_time(config), tokenizer, record))
+    if trace_mb < 1:
+        raise DeploymentError(f"--trace-mb {trace_mb}: must be at least 1")
+    with ExitStack() as stack:
+        writer = None
+        if trace is not None:
+            writer = stack.enter_context(closing(TraceWriter(trace, trace_mb << 20)))
+        tokenizer = load_tokenizer(config.model)
+        run_server(_serve(in_real_time(config), tokenizer, record, writer))
 
 
 def load_tokenizer(model: str) -> Tokenizer | None:
@@ -251,8 +263,14 @@ async def proxy_running(
         yield proxy
 
 
-async def _serve(deployment: Deployment, tokenizer: Tokenizer | None, record: Path | None) -> None:
+async def _serve(
+    deployment: Deployment,
+    tokenizer: Tokenizer | None,
+    record: Path | None,
+    trace_writer: TraceWriter | None,
+) -> None:
     proxy = Proxy(deployment, tokenizer)
+    proxy.trace_writer = trace_writer
     ended = asyncio.Event()
     end_when_asked(ended)
     listeners = Listeners(proxy)
@@ -264,7 +282,10 @@ async def _serve(deployment: Deployment, tokenizer: Tokenizer | None, record: Pa
         print(f"serving on {listeners.url}", flush=True)
         if listeners.admin is not None:
             print(listeners.admin.where_to_see, flush=True)
-        async with recording(listeners.feed, record):
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(recording(listeners.feed, record))
+            if trace_writer is not None:
+                await stack.enter_async_context(trace_writer.writing())
             await ended.wait()
             await _finish(proxy, listeners, ended)
     finally:
