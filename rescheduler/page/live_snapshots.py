@@ -188,6 +188,8 @@ class LiveSnapshots(Generic[R]):
             kv_capacity=known(state.kv_capacity),
             kv_tokens=sum(request.context_tokens for request in requests),
             step_seconds=None if step_seconds is None else round(step_seconds, 5),
+            without=state.without if state.instance.role == "decode" else [],
+            other_requests=len(state.others),
         )
 
 

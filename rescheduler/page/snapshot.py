@@ -74,6 +74,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
             forecasts, or if the capacity is unknown.
         step_seconds: mean duration of its engine's steps lately; None if nobody measures it, or
             it does nothing.
+        without: endpoints of Headway that its engine does not have: ``control``, ``telemetry``.
+        other_requests: of other clients there, as its ``/metrics`` told.
     """
 
     name: str
@@ -87,6 +89,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     deviation: list[int] = []
     overflow: list[float] = []
     step_seconds: float | None = None
+    without: list[str] = []
+    other_requests: int = 0
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):

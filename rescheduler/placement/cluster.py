@@ -19,6 +19,7 @@ from rescheduler.monitoring.forecast_quality import ForecastMetrics, ForecastSco
 from rescheduler.ordering import create_order
 from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.dispatcher import Dispatcher
+from rescheduler.placement.engine_loads import LoadReader
 from rescheduler.placement.evidence import allowance
 from rescheduler.placement.guarded_policy import (
     PrefillBudgets,
@@ -40,6 +41,18 @@ from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import KIND
 
 logger = logging.getLogger("headway.serve")
+
+LACKING = {
+    "control": (
+        "requests never move away alive, and other clients' load is read from /metrics only",
+        "--kv-transfer-config with rescheduler.transfer.vllm_connector",
+    ),
+    "telemetry": (
+        "no forecasts of lengths",
+        "--worker-cls predictor.live.vllm_worker.LiveHeadwayWorker with its scheduler",
+    ),
+}
+"""What a decode instance without an endpoint cannot do, and the flag of vLLM that adds it."""
 
 
 class Cluster(Generic[R]):
@@ -160,8 +173,12 @@ class Cluster(Generic[R]):
         await asyncio.to_thread(self.compile)
         await asyncio.gather(*map(self.prober.probe, self.all))
         self._say_unlike()
+        self._say_lacking()
+        reader = LoadReader(self.upstream, self.placements, self.deployment.proxy.probe_seconds)
         for instance in self.all:
             self.forever(self.prober.run(instance))
+            if instance.control is None:
+                self.forever(reader.run(instance))
 
     def compile(self) -> None:
         """Decide once, so that no request waits for a compiler."""
@@ -184,6 +201,13 @@ class Cluster(Generic[R]):
         if len(groups) > 1 and said != self._said_unlike:
             logger.error("engines that cannot read each other's KV cache: %s", said)
         self._said_unlike = said
+
+    def _say_lacking(self) -> None:
+        """Log what engines without an endpoint of Headway's cannot do, and which flag adds it."""
+        for endpoint, (cannot, flag) in LACKING.items():
+            names = ", ".join(one.name for one in self.decodes if endpoint in one.without)
+            if names:
+                logger.info("%s: no `%s`: %s; %s adds it", names, endpoint, cannot, flag)
 
     async def close(self, patience: float = 0.0) -> None:
         """End what runs in the background, and close every connection.
@@ -331,6 +355,11 @@ class ClusterMetrics(Collector, Generic[R]):
             f"{prefix}_num_background_requests_running", "those of background among them"
         )
         tokens = gauge(f"{prefix}_context_tokens", "context tokens of the requests on an instance")
+        others = gauge(
+            f"{prefix}_other_requests",
+            "requests of other clients on an instance without a control socket, by its /metrics",
+        )
+        theirs = gauge(f"{prefix}_other_context_tokens", "tokens that those hold")
         up = gauge(f"{prefix}_instance_up", "1: in service")
         draining = gauge(f"{prefix}_instance_draining", "1: gets no requests")
         for instance in self._cluster.all:
@@ -339,6 +368,9 @@ class ClusterMetrics(Collector, Generic[R]):
             running.add_metric(labels, len(requests))
             background.add_metric(labels, sum(request.background for request in requests))
             tokens.add_metric(labels, sum(request.context_tokens for request in requests))
+            if instance.control is None:
+                others.add_metric(labels, len(instance.others))
+                theirs.add_metric(labels, sum(r.context_tokens for r in instance.others))
             up.add_metric(labels, instance.breaker.closed)
             draining.add_metric(labels, instance.draining)
         yield GaugeMetricFamily(
@@ -346,7 +378,7 @@ class ClusterMetrics(Collector, Generic[R]):
             "background requests that wait for an instance, beside the others",
             value=dispatcher.waiting_in_background,
         )
-        yield from (waiting, running, background, tokens, up, draining)
+        yield from (waiting, running, background, tokens, others, theirs, up, draining)
         accounts, largest = self._cluster.accounts.at_work()
         yield GaugeMetricFamily(
             f"{prefix}_accounts", "accounts of clients that have requests", value=accounts

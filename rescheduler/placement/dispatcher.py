@@ -497,7 +497,7 @@ class Dispatcher(Generic[R]):
         self, n_requests: int, instances: Sequence[InstanceState]
     ) -> list[InstanceState | None]:
         """Give each request to the instance that has the fewest, if any has a slot."""
-        loads = {instance: len(self._placements.on(instance)) for instance in instances}
+        loads = {one: len(self._placements.on(one)) + len(one.others) for one in instances}
         places: list[InstanceState | None] = []
         for _ in range(n_requests):
             free = [instance for instance in instances if loads[instance] < instance.slots]
@@ -641,7 +641,7 @@ class Dispatcher(Generic[R]):
             place = places[request]
             having = [one for one in available if one.serves(request.model)]
             if having and not place.done():
-                least = min(having, key=loads.__getitem__)
+                least = min(having, key=lambda one: loads[one] + len(one.others))
                 full = ahead >= self._options.ahead or min(loads.values()) >= most
                 if full or not self._fits(request, least):
                     return

@@ -50,6 +50,7 @@ def cluster_view(
     step_seconds: float,
     dispatched: int = 0,
     prefill_budget: np.ndarray | None = None,
+    count_others: bool = False,
 ) -> ClusterView:
     """Return the view of some decode instances.
 
@@ -67,12 +68,16 @@ def cluster_view(
         step_seconds: mean duration of a decode step lately.
         dispatched: requests placed so far.
         prefill_budget: tokens of prompts that each instance can compute in time, if it is known.
+        count_others: count requests of other clients, behind all of this process.
     """
     longest = longest_prompt(instances)
     index: dict[InstanceState | None, int] = {instance: g for g, instance in enumerate(instances)}
     listed = [placements.on(instance) for instance in instances]
-    running = [request for requests in listed for request in requests]
+    running: list[Placeable] = [request for requests in listed for request in requests]
     here = np.repeat(np.arange(len(listed)), _integers(list(map(len, listed))))
+    others = [instance.others if count_others else [] for instance in instances]
+    running += [request for requests in others for request in requests]
+    here = np.append(here, np.repeat(np.arange(len(others)), _integers(list(map(len, others)))))
     where = _integers([index.get(request.destination, _ELSEWHERE) for request in running])
     generating = np.array([request.generating for request in running], dtype=bool)
     since = np.full(len(running), CANNOT_MOVE, dtype=np.int64)
@@ -87,9 +92,10 @@ def cluster_view(
         instance=np.where(where == _ELSEWHERE, here, where),
         prompt_tokens=_integers(
             [
-                min(request.prompt_tokens, _longest(instance))
-                for instance, requests in zip(instances, listed, strict=True)
-                for request in requests
+                min(request.prompt_tokens, longest_there)
+                for request, longest_there in zip(
+                    running, [_longest(instances[g]) for g in here.tolist()], strict=True
+                )
             ]
         ),
         generated_tokens=_integers([_generated(request) for request in running]),
@@ -322,7 +328,15 @@ def guarded_view(
     ) -> ClusterView:
         left = None if budgets is None else budgets.left(shown)
         return cluster_view(
-            placements, shown, waiting, forecasts, now, step_seconds, dispatched, left
+            placements,
+            shown,
+            waiting,
+            forecasts,
+            now,
+            step_seconds,
+            dispatched,
+            left,
+            count_others=purpose == "placing",
         )
 
     try:

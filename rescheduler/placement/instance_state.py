@@ -98,6 +98,8 @@ class InstanceState:
         drained: an operator wants it empty.
         engine: as its control socket last reported it; None before, and without one.
         models: that it serves, adapters among them, as it last listed them; None: not known.
+        others: requests of other clients there, as its ``/metrics`` last told; none with a control
+            socket.
         left_out: how many decisions were taken without it, since what is known of it could not be
             used, by what they were for.
     """
@@ -116,6 +118,7 @@ class InstanceState:
         self.drained = False
         self.engine: EngineState | None = None
         self.models: frozenset[str] | None = None
+        self.others: Sequence[Any] = []
         self.left_out: Counter[str] = Counter()
 
     @property
@@ -146,6 +149,12 @@ class InstanceState:
     def silent(self) -> bool:
         """Whether nothing has been heard of it for a while: others are better."""
         return self.evidence.health(time.monotonic()) is EngineHealth.SILENT
+
+    @property
+    def without(self) -> list[str]:
+        """Endpoints of Headway that its engine does not have, in the words of a deployment."""
+        fields = ("control", "telemetry")
+        return [field for field in fields if getattr(self.instance, field) is None]
 
     @property
     def slots(self) -> int:

@@ -93,6 +93,8 @@ class _Endpoints(Generic[R]):
             "requests": len(requests),
             "movable": sum(request.can_move for request in requests),
             "context_tokens": sum(r.context_tokens for r in requests),
+            "other_requests": len(instance.others),
+            "without": instance.without,
             "drain_seconds": None if seconds is None else round(seconds, 3),
         }
 

@@ -104,7 +104,9 @@ export class Lane {
     say(
       this.#figures,
       `${plural(requests.length, "request")} · ${short(instance.kv_tokens)}${of} tokens` +
-        (step ? ` · ${step}` : ""),
+        (step ? ` · ${step}` : "") +
+        (instance.other_requests ? ` · ${whole(instance.other_requests)} of other clients` : "") +
+        (instance.without?.length ? ` · no ${instance.without.join(", no ")}` : ""),
     );
     const risk = worst(instance, points, stepSeconds);
     this.#risk.hidden = !risk;

@@ -119,6 +119,10 @@ class ScriptedEngine:
         lives: how often it has started.
         cuts_the_end: its streams close before their last token's chunk.
         metrics: it has ``/metrics``.
+        metrics_seconds: that it takes to answer there.
+        strangers: requests of other clients that it says it runs.
+        used: share of its KV cache that it says is in use.
+        page: what ``/metrics`` answers instead; empty: the truth.
         models: that it lists and serves.
         key: API key that requests must have; empty: none.
         padding: bytes added to every chunk.
@@ -165,6 +169,10 @@ class ScriptedEngine:
     lives: int = 0
     cuts_the_end: bool = False
     metrics: bool = True
+    metrics_seconds: float = 0.0
+    strangers: int = 0
+    used: float = 0.0
+    page: str = ""
     models: list[str] = field(default_factory=lambda: ["m"])
     key: str = ""
     padding: int = 0
@@ -250,12 +258,18 @@ class ScriptedEngine:
     async def _metrics(self, http: web.Request) -> web.Response:
         if not self.metrics:
             raise web.HTTPNotFound
+        await asyncio.sleep(self.metrics_seconds)
+        if self.page:
+            return web.Response(text=self.page)
         labels = 'engine="0",model_name="m"'
+        cache = f'block_size="{_BLOCK}",engine="0",num_gpu_blocks="{_BLOCKS}"'
         return web.Response(
             text=f"vllm:generation_tokens_total{{{labels}}} {self.steps}.0\n"
             f"vllm:prompt_tokens_total{{{labels}}} 12.0\n"
-            f"vllm:num_requests_running{{{labels}}} {len(self.running)}.0\n"
+            f"vllm:num_requests_running{{{labels}}} {len(self.running) + self.strangers}.0\n"
             f"vllm:num_requests_waiting{{{labels}}} 0.0\n"
+            f"vllm:kv_cache_usage_perc{{{labels}}} {self.used}\n"
+            f"vllm:cache_config_info{{{cache}}} 1.0\n"
         )
 
     async def _models(self, http: web.Request) -> web.Response:
@@ -576,6 +590,14 @@ class ScriptedEngine:
         if self._control is not None:
             numbered = structs.replace(reply, number=asked.command.number)
             self._control.reply(asked.peer, numbered)
+
+
+@dataclass
+class StockEngine(ScriptedEngine):
+    """Has nothing of Headway in it: no control socket."""
+
+    async def start(self) -> Instance:
+        return structs.replace(await super().start(), control=None)
 
 
 @dataclass
