@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, Generic
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from predictor.live.zmq_sockets import shared_secret
@@ -23,10 +23,12 @@ from rescheduler.placement.engine_loads import LoadReader
 from rescheduler.placement.evidence import allowance
 from rescheduler.placement.guarded_policy import (
     PrefillBudgets,
+    ShadowPolicy,
     crowded_view,
     deployed_order,
     deployed_planner,
     deployed_policy,
+    deployed_shadow,
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
@@ -121,6 +123,7 @@ class Cluster(Generic[R]):
     def _decide_by(self, deployment: Deployment) -> None:
         """Make what places requests, and plans their moves: the deployment's policies."""
         policy, self.planner = deployed_policy(deployment), deployed_planner(deployment)
+        shadow = deployed_shadow(deployment)
         self.placements, budgets = Placements(), None
         endpoints = {i.telemetry: i.name for i in deployment.instances if i.telemetry is not None}
         if endpoints:
@@ -128,7 +131,7 @@ class Cluster(Generic[R]):
             self.telemetry = TelemetrySubscriber(endpoints, keys=deployment.keys_folder, view=view)
             self._stack.callback(self.telemetry.close)
             self.forecasts = LiveForecasts(self.telemetry)
-            if policy.needs_budget:
+            if policy.needs_budget or (shadow is not None and shadow.needs_budget):
                 budgets = PrefillBudgets(self.telemetry)
         clock = asyncio.get_running_loop().time
         order = deployed_order(deployment)
@@ -153,6 +156,7 @@ class Cluster(Generic[R]):
             budgets,
             Pool(self.line, self.accounts),
             self._background_pool(deployment, clock),
+            shadow,
         )
 
     def _background_pool(self, deployment: Deployment, clock: Callable[[], float]) -> Pool[R]:
@@ -307,6 +311,25 @@ def _log_error(task: asyncio.Task[Any]) -> None:
         logger.error("in the background: %r", task.exception(), exc_info=task.exception())
 
 
+def _shadow_metrics(prefix: str, shadow: ShadowPolicy) -> Iterator[Metric]:
+    counter = partial(CounterMetricFamily, labels=["policy", "outcome"])
+    decisions = counter(
+        f"{prefix}_shadow_decisions",
+        "decisions on requests by whether the shadow would have chosen the `same` instance or an "
+        "`other` one, would have let only one of both `wait`, or did not decide (`none`)",
+    )
+    for outcome, number in shadow.decisions.items():
+        decisions.add_metric([shadow.policy.name, outcome], number)
+    tokens = counter(
+        f"{prefix}_shadow_load_difference_tokens",
+        "tokens that the other instance of the shadow was expected to hold less, `lighter`, or "
+        "more, `heavier`, than the chosen one",
+    )
+    tokens.add_metric([shadow.policy.name, "lighter"], shadow.lighter)
+    tokens.add_metric([shadow.policy.name, "heavier"], shadow.heavier)
+    yield from (decisions, tokens)
+
+
 INSTANCE = "instance_name"  # `instance` is Prometheus' own name of what it scrapes
 
 
@@ -379,6 +402,8 @@ class ClusterMetrics(Collector, Generic[R]):
             value=dispatcher.waiting_in_background,
         )
         yield from (waiting, running, background, tokens, others, theirs, up, draining)
+        if dispatcher.shadow is not None:
+            yield from _shadow_metrics(prefix, dispatcher.shadow)
         accounts, largest = self._cluster.accounts.at_work()
         yield GaugeMetricFamily(
             f"{prefix}_accounts", "accounts of clients that have requests", value=accounts

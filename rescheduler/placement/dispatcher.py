@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.engines.deployment import BackgroundOptions, ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.account import Account
@@ -20,6 +21,7 @@ from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.guarded_policy import (
     GuardedPolicy,
     PrefillBudgets,
+    ShadowPolicy,
     crowded_view,
     guarded_view,
 )
@@ -198,6 +200,7 @@ class Dispatcher(Generic[R]):
         budgets: of prompts that can be computed in time, if the policy goes by them.
         pool: of the requests that wait; as they come, with accounts of its own, when None.
         background: of background requests, which come after all others, likewise.
+        shadow: decides too, and does not act; None: there is none.
     """
 
     def __init__(
@@ -212,7 +215,9 @@ class Dispatcher(Generic[R]):
         budgets: PrefillBudgets | None = None,
         pool: Pool[R] | None = None,
         background: Pool[R] | None = None,
+        shadow: RoutingPolicy | None = None,
     ) -> None:
+        self.shadow = None if shadow is None else ShadowPolicy(shadow, clock)
         self._pool = pool or Pool(None, Accounts(options.accounts))
         self._background_pool = background or Pool(None, Accounts(options.accounts))
         self.accounts = self._pool.accounts
@@ -227,7 +232,8 @@ class Dispatcher(Generic[R]):
         at_once = JSQLoad() if policy.holds_back() else policy
         self._decides = GuardedPolicy(policy, clock)
         self._decides_at_once = GuardedPolicy(at_once, clock)
-        self._forecasts = forecasts if policy.needs >= Needs.LENGTHS else None
+        needs = max(policy.needs, Needs.COUNTS if shadow is None else shadow.needs)
+        self._forecasts = forecasts if needs >= Needs.LENGTHS else None
         self._budgets = budgets
         self._options = options
         self._clock = clock
@@ -387,6 +393,8 @@ class Dispatcher(Generic[R]):
         """Decide once on a made-up cluster, so that no request waits for a compiler."""
         for guarded in (self._decides, self._decides_at_once):
             guarded.policy.assign(crowded_view(len(self._decodes)))
+        if self.shadow is not None:
+            self.shadow.policy.assign(crowded_view(len(self._decodes)))
         if self._pool.line is not None:
             self._pool.line.compile()
 
@@ -484,14 +492,26 @@ class Dispatcher(Generic[R]):
             if any(usable):
                 if not all(usable):
                     view = replace(view, slots=np.where(usable, view.slots, 0))
-                places = [shown[g] if g >= 0 else None for g in policy.assign(view)]
+                chosen = policy.assign(view)
+                places = [shown[g] if g >= 0 else None for g in chosen]
                 self._undecided = False
-                return places, Decision(policy.decided_by, shown, view, began, time.time_ns())
+                decision = Decision(policy.decided_by, shown, view, began, time.time_ns())
+                if self.shadow is not None and policy is self._decides:
+                    self._compare(self.shadow, view, chosen)
+                return places, decision
         except Exception:
             if not self._undecided:
                 logger.exception("no decision by what is known; by the number of requests instead")
             self._undecided = True
         return self._by_count(len(requests), instances), None
+
+    def _compare(self, shadow: ShadowPolicy, view: ClusterView, chosen: Sequence[int]) -> None:
+        """Let the shadow decide; whatever goes wrong there changes nothing."""
+        try:
+            shadow.compare(view, chosen)
+        except Exception:
+            shadow.decisions["none"] += len(chosen)
+            logger.debug("the shadow %s did not decide", shadow.policy.name, exc_info=True)
 
     def _by_count(
         self, n_requests: int, instances: Sequence[InstanceState]

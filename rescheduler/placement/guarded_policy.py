@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -180,32 +180,102 @@ class GuardedPolicy:
         return targets
 
 
+class ShadowPolicy:
+    """Decides whatever the routing policy decides, and does not act.
+
+    It sees the cluster as the routing policy has made it, one decision at a time. What it would
+    have made of the cluster itself, only a simulation says.
+
+    Attributes:
+        decisions: of requests, by whether it would have chosen the ``same`` instance or an
+            ``other`` one, would have let only one of both ``wait``, or did not decide (``none``).
+        lighter: tokens that its instance was expected to hold less than the chosen one, summed over
+            the decisions for another instance.
+        heavier: tokens that it was expected to hold more, likewise.
+    """
+
+    def __init__(self, policy: RoutingPolicy, clock: Callable[[], float]) -> None:
+        self.policy = policy
+        self.decisions = dict.fromkeys(("same", "other", "wait", "none"), 0)
+        self.lighter = 0.0
+        self.heavier = 0.0
+        self._decides = GuardedPolicy(policy, clock)
+
+    def compare(self, view: ClusterView, chosen: Sequence[int]) -> None:
+        r"""Decide on a view of which the routing policy has chosen these instances, -1 to wait.
+
+        An instance g is expected to hold :math:`\sum_i c_i + E[R_i]` tokens: the contexts of its
+        requests and, where there are forecasts, the tokens that are left to them.
+        """
+        would = self._decides.assign(view)
+        if self._decides.decided_by != self.policy.name:
+            self.decisions["none"] += len(would)
+            return
+        if would == list(chosen):
+            self.decisions["same"] += len(would)
+            return
+        ahead = view.forecast.mean() if view.forecast is not None else 0.0
+        load = np.bincount(view.instance, view.context_tokens + ahead, view.n_instances)
+        for mine, actual in zip(would, chosen, strict=True):
+            if mine == actual:
+                self.decisions["same"] += 1
+            elif -1 in (mine, actual):
+                self.decisions["wait"] += 1
+            else:
+                self.decisions["other"] += 1
+                difference = float(load[actual] - load[mine])
+                self.lighter += max(0.0, difference)
+                self.heavier += max(0.0, -difference)
+
+
 def deployed_policy(deployment: Deployment) -> RoutingPolicy:
     """Create the routing policy.
 
     Raises:
         DeploymentError: unknown policy, or one whose forecasts or budgets no instance publishes.
     """
+    section = {name: value for name, value in deployment.routing.items() if name != "shadow"}
+    return _deployed_policy(deployment, section, "routing")
+
+
+def deployed_shadow(deployment: Deployment) -> RoutingPolicy | None:
+    """Create the policy of ``routing.shadow``, if there is one.
+
+    Raises:
+        DeploymentError: as `deployed_policy`; or it has to be shown every instance.
+    """
+    section = deployment.routing.get("shadow")
+    if section is None:
+        return None
+    if not isinstance(section, dict) or not isinstance(section.get("name"), str):
+        raise DeploymentError("routing.shadow.name: the policy's name is required")
+    policy = _deployed_policy(deployment, section, "routing.shadow")
+    if policy.whole_cluster:
+        raise DeploymentError(f"routing.shadow: {policy.name} must be shown every instance")
+    return policy
+
+
+def _deployed_policy(deployment: Deployment, section: dict[str, Any], where: str) -> RoutingPolicy:
     try:
-        policy = create_policy(**deployment.routing)
-        if deployment.routing.get("solver") == "exact":
+        policy = create_policy(**section)
+        if section.get("solver") == "exact":
             raise ValueError("solver: exact may take seconds, for which every stream would wait")
         policy.refuse_other_cluster(len(deployment.decode))
     except ValueError as error:
-        raise DeploymentError(f"routing: {error}") from error
+        raise DeploymentError(f"{where}: {error}") from error
     if policy.needs_budget and deployment.prefill:
         raise DeploymentError(
-            f"routing.name: {policy.name} chooses between engines that prefill and decode; here "
+            f"{where}.name: {policy.name} chooses between engines that prefill and decode; here "
             f"{deployment.prefill[0].name} prefills for the others"
         )
     if policy.needs_budget and not all(i.telemetry for i in deployment.decode):
         raise DeploymentError(
-            f"routing.name: {policy.name} requires the prefill budget of every instance, "
+            f"{where}.name: {policy.name} requires the prefill budget of every instance, "
             "and some have no telemetry"
         )
     if policy.needs >= Needs.LENGTHS and not any(i.telemetry for i in deployment.decode):
         raise DeploymentError(
-            f"routing.name: {policy.name} requires forecasts, and no decode instance has telemetry"
+            f"{where}.name: {policy.name} requires forecasts, and no decode instance has telemetry"
         )
     return policy
 
