@@ -20,7 +20,6 @@ _SHORTEST = 0.1
 _LARGEST_PAGE = 1 << 20
 _MOST_REQUESTS = 1024
 """Of other clients on an engine; further ones are not counted, their tokens are."""
-_MOST_BLOCKS, _LONGEST_BLOCK = 1 << 32, 1 << 16
 _SAMPLE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|cache_config_info)"
     rb"\{([^\n]*)\} ([0-9.eE+-]+)$",
@@ -68,7 +67,7 @@ def _tokens(labels: dict[bytes, bytes]) -> int:
     blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
     if not (blocks.isdigit() and size.isdigit() and len(blocks) <= 10 and len(size) <= 5):
         return 0
-    return min(int(blocks), _MOST_BLOCKS) * min(int(size), _LONGEST_BLOCK)
+    return int(blocks) * int(size)
 
 
 class LoadReader:
