@@ -100,6 +100,17 @@ def test_the_page_on_plots_draws_what_it_says_and_saves_one(
     pyplot.close("all")
 
 
+def test_the_sample_trace_is_made_as_the_page_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").mkdir()
+    executed(*python_blocks("advise.md"))
+    assert (tmp_path / "examples/trace.csv").read_bytes() == Path(
+        ROOT / "examples/trace.csv"
+    ).read_bytes()
+
+
 def test_the_gateway_page_shows_the_configuration_of_envoy() -> None:
     config = (DOCS / "envoy.yaml").read_text()
     assert f"```yaml\n{config}```" in (DOCS / "gateway.md").read_text()
