@@ -510,7 +510,9 @@ class Simulation:
         for g in np.flatnonzero(instances["unlearned"] > instances["learn_after"]):
             if self._lengths[g].knows:
                 by_age = self._lengths[g].at(np.arange(self._longest[g] + 1))
-                self.engine = self.engine._replace(rests=with_rests_of(self.engine.rests, g, by_age))
+                self.engine = self.engine._replace(
+                    rests=with_rests_of(self.engine.rests, g, by_age)
+                )
                 instances["learn_after"][g] = self._ended[g] // 16  # as often as it learns
             instances["unlearned"][g] = 0
 
