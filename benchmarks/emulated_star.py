@@ -40,7 +40,7 @@ from benchmarks.support.experiment import (
     of_results,
     step_logs,
 )
-from benchmarks.support.report import by_round, mean_of
+from benchmarks.support.report import Rounds, by_round, mean_of
 from rescheduler.demo.demo_load import moves, preemptions
 from rescheduler.demo.scripted_load import (
     EmulatedAnswer,
@@ -210,9 +210,11 @@ class EmulatedStar(Experiment):
         rows = []
         for arm, runs in every.items():
             if runs:
-                names = [name for name in FIGURES if name in COMPARED or arm in ARMS]
-                cells = [mean_of(by_round(runs, name)).shown(".3g", ".2g") for name in names]
-                cells += [""] * (len(FIGURES) - len(names))
+                known = {name: having(runs, name) for name in FIGURES}
+                cells = [
+                    mean_of(by_round(rounds, name)).shown(".3g", ".2g") if rounds else ""
+                    for name, rounds in known.items()
+                ]
                 paper = ARMS[arm].paper if arm in ARMS else ""
                 rows.append([arm, f"{len(runs)}", *cells, paper])
         heads = ["variance, ms²", "TPOT P99, ms", "goodput, /s", "preemptions", "moves"]
@@ -223,9 +225,10 @@ class EmulatedStar(Experiment):
         (every,) = found.values()
         figures: dict[str, float] = {}
         for arm, runs in every.items():
-            for name in (FIGURES if arm in ARMS else COMPARED) if runs else ():
-                label = arm.replace(", ", "_")
-                figures |= mean_of(by_round(runs, name)).figures(f"{name}_{label}")
+            for name in FIGURES:
+                rounds, label = having(runs, name), arm.replace(", ", "_")
+                if rounds:
+                    figures |= mean_of(by_round(rounds, name)).figures(f"{name}_{label}")
         none, chosen = every.get("none_newest", {}), every.get("survival_forecast", {})
         ratios = [chosen[i]["tpot_p99"] / none[i]["tpot_p99"] for i in chosen if i in none]
         if ratios:
@@ -250,6 +253,11 @@ def drawn(number: int, seconds: float) -> list[EmulatedRequest]:
     rows = zip(prompt.tolist(), np.maximum(2, output).tolist(), arrives.tolist(), strict=True)
     load = [EmulatedRequest(number * 1_000_000 + i, *row) for i, row in enumerate(rows)]
     return [one for one in load if one.arrives < seconds]
+
+
+def having(runs: Rounds, name: str) -> Rounds:
+    """Return the rounds that have a figure: the simulator and older ones have not all."""
+    return {number: result for number, result in runs.items() if name in result}
 
 
 def longest_gap(answer: EmulatedAnswer, given_up: float) -> float:
