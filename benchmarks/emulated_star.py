@@ -116,7 +116,12 @@ ARMS = {
 }
 SIMULATED: dict[str, str | dict[str, Any]] = {
     "none_newest": "none",
-    "star_unaware_newest": {"name": "star", "prediction": False},
+    "star_unaware_newest": {
+        "name": "star",
+        "prediction": False,
+        "tolerance": 1.0,
+        "crowded": 100.0,
+    },
 }
 """Planners that need no forecast: what differs is the simulator's idea of vLLM and of a move."""
 
