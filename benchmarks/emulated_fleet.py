@@ -69,8 +69,8 @@ class Arm(NamedTuple):
     watermark: float = 0.0
 
 
-SURVIVAL = {"name": "survival", "interval_seconds": 1.0}
-STAR = {"name": "star", "interval_seconds": 1.0}
+SURVIVAL = {"name": "survival", "interval_seconds": 1.0, "tolerance": 1.0, "crowded": 1.0}
+STAR = {"name": "star", "interval_seconds": 1.0, "tolerance": 1.0, "crowded": 100.0}
 JSQ, BOOST = {"name": "jsq_load"}, "boost"
 HEADROOM = {"name": "headroom", "starvation": 4_000}
 FITS = {"name": "max_capacity"}

@@ -86,9 +86,12 @@ EVERY = 20 // SCALE
 LAW = AnswerLengths(median=2_400 / SCALE, sigma=1.4, longest=32_768 // SCALE)
 """What forecasters know of the lengths: the log-normal law with the moments of their logarithm."""
 TTFT_S, TPOT_S = 1.0, 0.025
-STAR = {"name": "star", "interval_seconds": 0.1}
+BALANCES = {"tolerance": 1.0, "crowded": 100.0}
+"""Moves whatever that does to the memory of the whole cluster."""
+STAR = {"name": "star", "interval_seconds": 0.1, **BALANCES}
 UNAWARE = STAR | {"prediction": False}
-SURVIVAL = {"name": "survival", "interval_seconds": 0.1}
+DEFAULT = {"name": "survival", "interval_seconds": 0.1}
+SURVIVAL = DEFAULT | {"tolerance": 1.0, "crowded": 1.0}
 COMPARED = ("variance", "tpot_p99", "goodput", "preemptions", "moves")
 """What the simulator has as well."""
 FIGURES = (*COMPARED, "ttft_p99", "latency", "longest_gap", "ended")
@@ -110,6 +113,8 @@ ARMS = {
     "survival_context": Arm(SURVIVAL, "context"),
     "survival_age": Arm(SURVIVAL, "age"),
     "survival_forecast": Arm(SURVIVAL, "rest"),
+    "default_newest": Arm(DEFAULT),
+    "default_forecast": Arm(DEFAULT, "rest"),
     "star_unaware_newest": Arm(UNAWARE, paper="28.3 ms"),
     "star_newest": Arm(STAR, paper="0.78 ms², 24.3 ms"),
     "star_exact_newest": Arm(STAR, exact=True),
@@ -119,8 +124,7 @@ SIMULATED: dict[str, str | dict[str, Any]] = {
     "star_unaware_newest": {
         "name": "star",
         "prediction": False,
-        "tolerance": 1.0,
-        "crowded": 100.0,
+        **BALANCES,
     },
 }
 """Planners that need no forecast: what differs is the simulator's idea of vLLM and of a move."""
