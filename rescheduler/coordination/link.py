@@ -422,6 +422,7 @@ class Link:
             account=request.account.name,
             fewest_tokens=_tokens(request.fewest_tokens),
             prompt_is_known=request.prompt_is_known,
+            media_tokens=_tokens(request.media_tokens),
             answers=request.answers,
         )
 

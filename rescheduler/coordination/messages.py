@@ -108,6 +108,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     fewest_tokens: Tokens = 0
     prompt_is_known: bool = False
     answers: Annotated[int, msgspec.Meta(ge=1, le=MOST_REQUESTS)] = 1
+    media_tokens: Tokens = 0
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -73,6 +73,7 @@ class Mirror(Placeable):
             movable=record.movable,
             several=record.several,
             answers=record.answers,
+            media_tokens=record.media_tokens,
         )
         self.session, self.handle = session, record.handle
         self.moving = self.had_place = False

@@ -137,6 +137,7 @@ class ClientRequest:
         path: of the endpoint.
         body: its fields as they were sent.
         size: of the body, bytes.
+        media: bytes of it that are pictures and the like, which say nothing of its tokens.
         request_id: that the client gave it in the body.
         model: that it is for, such as a LoRA adapter; empty if no instance can be chosen by it.
         prompt_ids: how many token ids the prompt has; None if it is not a list of token ids.
@@ -166,6 +167,7 @@ class ClientRequest:
     request_id: str | None
     stream: bool
     max_tokens: int | None
+    media: int = 0
     prompt_ids: int | None = None
     stream_interval: int = 1
     model: str = ""

@@ -146,18 +146,21 @@ class _Counted(msgspec.Struct):
 _counted = msgspec.json.Decoder(_Counted)
 
 
-def read_usage(document: bytes | bytearray | str) -> tuple[int, int] | None:
+def read_usage(*documents: bytes | bytearray | str) -> tuple[int, int] | None:
     """Return the prompt and output tokens that an answer of any endpoint says; None: it does not.
 
-    They are of all its prompts and answers together.
+    They are of all its prompts and answers together. Of several documents, the later ones hold.
     """
-    try:
-        usage = _counted.decode(document).usage
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if usage is None:
-        return None
-    prompt = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-    output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
-    return None if prompt is None else (min(prompt + cached, _MOST), output or 0)
+    prompt, output = None, 0
+    for document in documents:
+        try:
+            usage = _counted.decode(document).usage or _Usage()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+        read = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        if read is not None:
+            cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+            prompt = min(read + cached, _MOST)
+        read = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+        output = output if read is None else read
+    return None if prompt is None else (prompt, output)

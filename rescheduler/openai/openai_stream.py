@@ -113,12 +113,17 @@ class Signs(msgspec.Struct):
     Attributes:
         ends: it ends an answer of the stream.
         last: it ends the stream.
+        counts: what of it says how many tokens the answer has, as `read_usage` reads it.
     """
 
     error: dict[str, Any] | None
     output: bool
     ends: bool = False
     last: bool = False
+    counts: bytes | None = None
+
+
+_ABSENT = msgspec.Raw()
 
 
 class _AnyChoice(msgspec.Struct):
@@ -130,6 +135,9 @@ class _AnyEvent(msgspec.Struct):
     error: Any = None
     type: str = ""
     choices: list[_AnyChoice] | None = None
+    usage: msgspec.Raw = _ABSENT
+    message: msgspec.Raw = _ABSENT
+    response: msgspec.Raw = _ABSENT
 
 
 _any_events = msgspec.json.Decoder(_AnyEvent)
@@ -153,10 +161,16 @@ def read_signs(data: bytes) -> Signs:
         raise msgspec.DecodeError(str(error)) from error
     if read.error is not None:
         return Signs(read.error if isinstance(read.error, dict) else {"message": read.error}, False)
+    counts = data if read.usage else None
     if read.choices is None:
-        return Signs(None, read.type not in _NO_OUTPUT, last=read.type in _LAST)
+        last = read.type in _LAST
+        if read.type == "message_start":
+            counts = bytes(read.message)
+        elif last and read.response:
+            counts = bytes(read.response)
+        return Signs(None, read.type not in _NO_OUTPUT, last=last, counts=counts)
     ends = any(choice.finish_reason is not None for choice in read.choices)
-    return Signs(None, any(map(_brings_output, read.choices)), ends)
+    return Signs(None, any(map(_brings_output, read.choices)), ends, counts=counts)
 
 
 def _brings_output(choice: _AnyChoice) -> bool:

@@ -28,6 +28,7 @@ _DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 _MOST_OTHER_BYTES = 256 << 10
 _MOST_MESSAGES_BYTES = 1 << 20
 _MOST_PARTS = 65_536  # of a chat, messages included
+_MOST_MEDIA = 1_024  # parts that are weighed
 _PLACEHOLDER = 4  # bytes of null
 _MOST_STOPS = 64
 _MOST_STOP_CHARACTERS = 16 << 10
@@ -128,8 +129,25 @@ class _ReadForwarded(msgspec.Struct):
 Fields = TypeVar("Fields", _Read, _ReadForwarded)
 
 
+_ABSENT = Raw()
+
+
 class _Part(msgspec.Struct):
+    """A part of a message: of text, or of media in a field of its own."""
+
     type: str = "text"
+    image_url: Raw = _ABSENT
+    input_audio: Raw = _ABSENT
+    audio_url: Raw = _ABSENT
+    video_url: Raw = _ABSENT
+    image_embeds: Raw = _ABSENT
+    audio_embeds: Raw = _ABSENT
+    source: Raw = _ABSENT
+
+    @property
+    def media(self) -> int:
+        """Bytes that are no text."""
+        return sum(map(len, msgspec.structs.astuple(self)[1:]))
 
 
 class _Message(msgspec.Struct):
@@ -185,7 +203,8 @@ def read_request(
     tier, model = _ranked(body, read, unread, priority, ranks), _model(read, unread)
     chat = path == CHAT
     prompts = 1 if chat else _number_of_prompts(body.get("prompt"))
-    direct, pinned = _direct(read, unread, body, prompts), _pinned(read, body, chat)
+    has_media, media = _media(body.get("messages")) if chat else (False, 0)
+    direct, pinned = _direct(read, unread, body, prompts), _pinned(read, has_media)
     interval = read.stream_interval or 1
     if interval > 1 and not direct and not pinned:
         del body["stream_interval"]  # the proxy joins the chunks of the engine
@@ -202,6 +221,7 @@ def read_request(
         path=path,
         body=body,
         size=len(raw),
+        media=media + len(body.get("prompt_embeds", b"")),
         request_id=read.request_id,
         prompt_ids=_prompt_ids(body.get("prompt")),
         model=model,
@@ -258,6 +278,7 @@ def read_forwarded(
         path=path,
         body=body,
         size=len(raw),
+        media=sum(_media(body.get(name))[1] for name in ("messages", "input")),
         request_id=read.request_id,
         model=_model(read, unread),
         stream=bool(read.stream),
@@ -501,13 +522,13 @@ def _direct(read: _Read, unread: list[str], body: dict[str, Raw], prompts: int) 
     return next((field for field, given in reasons.items() if given), "")
 
 
-def _pinned(read: _Read, body: dict[str, Raw], chat: bool) -> str:
+def _pinned(read: _Read, has_media: bool) -> str:
     """Return what a request has whose state would be lost by a move, or ""."""
     reasons = {
         "include_reasoning": read.include_reasoning is False,
         "thinking_token_budget": read.thinking_token_budget is not None,
         "watermarking": read.watermarking,
-        "messages": chat and _has_media(body.get("messages")),
+        "messages": has_media,
         "stop": _are_many(read.stop),  # after a move the proxy looks for each of them
     }
     return next((field for field, given in reasons.items() if given), "")
@@ -566,17 +587,25 @@ def _first_of_list(value: Raw) -> bytes:
     return start[1:].lstrip()[:1] if start[:1] == b"[" else b""
 
 
-def _has_media(messages: Raw | None) -> bool:
-    """Return whether messages are more than text, or too many to look at."""
+def _media(messages: Raw | None) -> tuple[bool, int]:
+    """Return whether messages are more than text, or too many to look at, and the bytes of that.
+
+    Of too many to look at, and of what only an engine can read, all bytes count as text.
+    """
     if messages is None:
-        return False
-    if len(messages) > _MOST_MESSAGES_BYTES or bytes(messages).count(b"{") > _MOST_PARTS:
-        return True
+        return False, 0
+    if bytes(messages).count(b"{") > _MOST_PARTS:
+        return True, 0
     try:
         read = _messages.decode(messages)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return True
-    parts = (
-        part for message in read if isinstance(message.content, list) for part in message.content
-    )
-    return any(part.type != "text" for part in parts)
+        return True, 0
+    parts = [
+        part
+        for message in read
+        if isinstance(message.content, list)
+        for part in message.content
+        if part.type != "text"
+    ]
+    size = sum(part.media for part in parts[:_MOST_MEDIA])
+    return bool(parts) or len(messages) > _MOST_MESSAGES_BYTES, size

@@ -165,7 +165,8 @@ class Accounts:
         elif request.several or not generated:
             service = max(service, charged)
         if request.refused:
-            service = max(self.service(request), self.mean_service)
+            prompt_known = request.prompt_is_known
+            service = max(self.service(request) if prompt_known else 0.0, self.mean_service)
         account.settle(request, service)
         if generated and not request.several:
             mean = service if account.mean_service is None else account.mean_service
@@ -187,11 +188,13 @@ class Accounts:
     def service(self, request: Placeable, more_tokens: float = 0.0) -> float:
         """Return what a request has taken, and takes until so many tokens from now.
 
-        A prompt that no engine has counted is known by its bytes, which may be those of a picture.
+        A prompt that no engine has counted is known by its bytes. Those of pictures and the like
+        say less: they are taken for a mean request at most.
         """
         prompt = float(request.prompt_tokens)
         if not request.prompt_is_known:
-            prompt = min(prompt, self.mean_service * request.answers)
+            most = self.mean_service * request.answers
+            prompt -= max(request.media_tokens - most, 0.0)
         return prompt + OUTPUT_WEIGHT * (request.generated_tokens + more_tokens)
 
     def may_wait(self, account: Account, pool: int) -> bool:

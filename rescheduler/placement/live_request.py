@@ -251,6 +251,7 @@ class LiveRequest(Placeable):
             model=client.model,
             movable=client.movable,
             prompt_is_known=client.prompt_ids is not None,
+            media_tokens=client.media // _CHARACTERS_PER_TOKEN,
             several=client.answers > 1 or (not client.movable and client.stream_interval > 1),
             answers=client.answers,
             arrived=arrived,

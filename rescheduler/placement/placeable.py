@@ -61,6 +61,7 @@ class Placeable:
     Attributes:
         external_id: what engines call it, without what they append.
         prompt_tokens: an estimate until an engine reports the exact number.
+        media_tokens: of that estimate, what is by the bytes of pictures and the like.
         max_tokens: most that it may generate, as far as its client said.
         expected_tokens: that it is expected to generate by its prompt; None if nothing is known.
         generated_at_move: tokens when it last moved; None if it has not.
@@ -99,6 +100,7 @@ class Placeable:
     destination: InstanceState | None = None
     generating: bool = False
     prompt_is_known: bool = False
+    media_tokens: int = 0
     fewest_tokens: int = 0
     id: str = ""
     name: str = ""

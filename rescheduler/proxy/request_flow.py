@@ -430,6 +430,7 @@ class PassThrough:
                         failed = await self._relay(stream, answer)
                     finally:
                         began = stream.heard_at
+                        self._take_counts(stream)
                 else:
                     document = await self._document(stream, answer)
                     untold = request.counted is None and answer.has_content
@@ -448,6 +449,14 @@ class PassThrough:
             raise UpstreamError(instance.instance, "its stream ends with an error", answered=True)
         flow.outliers.succeeded(request, instance)
         return ended
+
+    def _take_counts(self, stream: EngineStream) -> None:
+        """Take what a stream says of its tokens: the output as well only once it is complete."""
+        request, counts = stream.request, read_usage(*stream.counts)
+        if counts is not None and stream.finished:
+            request.was_counted(*counts)
+        elif counts is not None:
+            request.prompt_tokens, request.prompt_is_known = counts[0], True
 
     def _count(self, request: LiveRequest, seconds: float) -> None:
         """Charge for the tokens that an engine may have generated in that time, if it did not say.
@@ -514,6 +523,8 @@ class PassThrough:
                 if self._flow.seen is not None:
                     self._flow.seen(request, arrival, tokens, now)
                 wait.progressed(now, self._flow.options.token_seconds)
+            stream.counts += [sign.counts for sign in signs if sign.counts is not None]
+            del stream.counts[1:-1]
             failed = failed or any(sign.error is not None for sign in signs)
             ends = any(sign.last or (sign.ends and not request.several) for sign in signs)
             stream.finished = stream.finished or ends

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import aiohttp
@@ -50,6 +50,7 @@ class EngineStream:
         progress: tokens that have come, or texts without them.
         held_back: its client has let it wait: its tokens came at the engine's pace, but are read
             at the client's.
+        counts: the first and the last event that say how many tokens it has.
     """
 
     request: LiveRequest
@@ -62,6 +63,7 @@ class EngineStream:
     progress: int = 0
     heard_at: float = inf
     held_back: bool = False
+    counts: list[bytes] = field(default_factory=list)
 
 
 class TokenRelay:

@@ -1,14 +1,20 @@
 """Accounts: who a client is, what it has had, and what it may have where others wait."""
 
+import asyncio
+import json
 from collections import Counter
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from live_requests import live_request
+from scripted_cluster import Cluster, until
 
 from rescheduler.engines.deployment import AccountOptions
+from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.live_request import LiveRequest
@@ -146,13 +152,16 @@ class TestService:
         table.ended(request, by_itself=True)
         assert request.account.served(None) == 230
 
-    @pytest.mark.parametrize(("prompt", "charged"), [(30, 500), (4_000, 4_000)])
+    @pytest.mark.parametrize(
+        ("prompt", "known", "charged"),
+        [(30, True, 500), (4_000, True, 4_000), (4_000_000, False, 500)],
+    )
     def test_what_an_engine_refused_has_had_a_place(
-        self, table: Accounts, prompt: int, charged: int
+        self, table: Accounts, prompt: int, known: bool, charged: int
     ) -> None:
         """Otherwise who is refused would have had least, and each next place would be its own."""
         request = asked(table.named("a"))
-        request.prompt_tokens = prompt
+        request.prompt_tokens, request.prompt_is_known = prompt, known
         begun(table, request)
         request.refused = True
         table.ended(request, by_itself=False)
@@ -191,9 +200,10 @@ class TestService:
     def test_a_picture_is_no_million_tokens(self, table: Accounts) -> None:
         request = asked(table.named("a"))
         request.prompt_tokens, request.prompt_is_known = 1_048_576, False
+        request.media_tokens = 1_048_500
         before = table.mean_service
         begun(table, request)
-        assert request.account.served(None) <= before + 2 * 10
+        assert request.account.served(None) <= before + 76 + 2 * 10
         table.ended(request, by_itself=False)
         assert table.mean_service == before
 
@@ -323,3 +333,153 @@ def test_a_new_accounts_promises_are_as_strict_as_is_usual(table: Accounts) -> N
         table.named(str(i)).strictness[0.9] = strictness
     assert table.strictness(new, 0.9) == 0.2, "no single account changes it"
     assert table.strictness(table.named("2"), 0.9) == 2.0
+
+
+LONG_TEXT = "a river " * 6_000
+LONG_TOKENS = len(LONG_TEXT) // 4
+PICTURE = {"url": "data:image/png;base64," + "A" * 40_000}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "media"),
+    [
+        ("/v1/chat/completions", "a", 0),
+        ("/v1/chat/completions", [{"type": "text", "text": LONG_TEXT}], 0),
+        ("/v1/chat/completions", [{"type": "image_url", "image_url": PICTURE}], 40_000),
+        ("/v1/chat/completions", [{"type": "text", "text": "a", "image_url": PICTURE}], 0),
+        ("/v1/messages", [{"type": "image", "source": PICTURE}], 40_000),
+        ("/v1/responses", [{"type": "input_image", "image_url": PICTURE["url"]}], 40_000),
+    ],
+)
+def test_what_of_a_prompt_are_pictures_is_known(path: str, content: Any, media: int) -> None:
+    messages = [{"role": "user", "content": content}, {"role": "user", "content": LONG_TEXT}]
+    body = json.dumps(_only(path, messages)).encode()
+    read = read_request if path == "/v1/chat/completions" else read_forwarded
+    client = read(path, body)
+    assert media <= client.media < media + 100
+    assert client.size - client.media > len(LONG_TEXT)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 64))
+def test_text_costs_its_length_and_pictures_a_mean_request_at_most(
+    text: int, media: int, answers: int
+) -> None:
+    table = Accounts(AccountOptions())
+    request = live_request("r")
+    request.prompt_tokens, request.media_tokens = text + media, media
+    request.answers = answers
+    most = table.mean_service * answers
+    assert table.service(request) == text + min(media, most)
+    request.prompt_is_known = True
+    assert table.service(request) == text + media
+
+
+USAGE = {"prompt_tokens": 12_000, "completion_tokens": 700}
+STREAMS: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [
+        {"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]},
+        {"choices": [{"index": 1, "text": "a", "finish_reason": "length"}]},
+        {"choices": [], "usage": USAGE},
+    ],
+    "/v1/chat/completions": [
+        {"choices": [{"delta": {"content": "a"}}], "usage": {**USAGE, "completion_tokens": 1}},
+        {"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": USAGE},
+    ],
+    "/v1/messages": [
+        {"type": "message_start", "message": {"usage": {"input_tokens": 12_000}}},
+        {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}},
+        {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 700}},
+        {"type": "message_stop"},
+    ],
+    "/v1/responses": [
+        {"type": "response.created", "response": {"usage": None}},
+        {"type": "response.output_text.delta", "delta": "a"},
+        {
+            "type": "response.completed",
+            "response": {"usage": {"input_tokens": 12_000, "output_tokens": 700}},
+        },
+    ],
+}
+
+
+def streaming(it: Cluster, events: list[dict[str, Any]], ends: bool = True) -> None:
+    """Have the engines answer with these events."""
+
+    async def script(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for event in events:
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        if not ends:
+            await asyncio.sleep(60)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    it.set_decodes(script=script)
+
+
+def streamed(path: str) -> dict[str, Any]:
+    body = {"model": "m", "stream": True, "n": 2, "max_tokens": 1000}
+    messages = [{"role": "user", "content": "a"}]
+    return body | {"prompt": "a"} | _only(path, messages)
+
+
+def _only(path: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"input": messages} if path == "/v1/responses" else {"messages": messages}
+
+
+async def served(it: Cluster) -> float:
+    account = it.proxy.cluster.accounts.named("127.0.0.1")
+    await until(lambda: not account.charges)
+    return account.served(frozenset())
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.cluster(decodes=1)
+async def test_a_stream_costs_what_its_engine_says_at_its_end(it: Cluster, path: str) -> None:
+    streaming(it, STREAMS[path])
+    async with it.session.post(it.url + path, json=streamed(path)) as response:
+        assert response.status == 200 and await response.read()
+    assert await served(it) == 12_000 + 2 * 700
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.cluster(decodes=1)
+async def test_who_leaves_a_stream_pays_for_the_prompt_that_it_has_counted(
+    it: Cluster, path: str
+) -> None:
+    streaming(it, STREAMS[path][:1], ends=False)
+    async with it.session.post(it.url + path, json=streamed(path)) as response:
+        await response.content.readline()
+    assert await served(it) > 12_000
+
+
+@pytest.mark.parametrize("usage", [1, "a", [], {"prompt_tokens": "a"}, {"prompt_tokens": -1}])
+@pytest.mark.cluster(decodes=1)
+async def test_counts_that_cannot_be_break_no_stream(it: Cluster, usage: Any) -> None:
+    streaming(it, [*STREAMS["/v1/completions"][:2], {"choices": [], "usage": usage}])
+    url = it.url + "/v1/completions"
+    async with it.session.post(url, json=streamed("/v1/completions")) as response:
+        answer = await response.read()
+    assert answer.endswith(b"[DONE]\n\n") and b"error" not in answer
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True}, {"n": 2, "stream": True}])
+@pytest.mark.cluster(decodes=1)
+async def test_who_leaves_while_a_long_prompt_is_computed_pays_for_it(
+    it: Cluster, fields: dict[str, Any]
+) -> None:
+    began = asyncio.Event()
+
+    async def script(http: web.Request) -> web.StreamResponse:
+        del http
+        began.set()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    it.set_engines(script=script, prefill_script=script)
+    body = {"model": "m", "max_tokens": 1, "prompt": LONG_TEXT, **fields}
+    asking = asyncio.create_task(it.session.post(it.url + "/v1/completions", json=body))
+    await began.wait()
+    asking.cancel()
+    assert await served(it) > LONG_TOKENS
