@@ -119,11 +119,11 @@ class PastOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How much of the lengths of earlier requests is kept, to forecast the next ones.
 
     Attributes:
-        keys: of prefixes, at most: 32 bytes each.
+        keys: of prefixes, at most, 32 bytes each; 0: nothing is kept.
         file: that keeps them across restarts, as digests and figures; None: a restart forgets them.
     """
 
-    keys: Annotated[int, msgspec.Meta(ge=1_024, le=1 << 24)] = 1 << 20
+    keys: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 1 << 20
     file: str | None = None
 
 
@@ -145,7 +145,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             as long as their clients do: ``slots``, ``kv``, ``prefill`` and ``pool``.
         accounts: who a client is, ``header`` and ``weights``; see docs/order.md.
         past: what is kept of earlier requests' lengths, ``keys`` and ``file``, where ``order``
-            goes by forecasts; None: nothing is. See docs/order.md.
+            goes by forecasts; see docs/order.md.
         connect_seconds: to open a connection to an engine.
         prefill_seconds: from sending a prompt to its prefill's answer, of an engine that is not
             slow. After half of that the proxy asks the engine whether it still has the request,
@@ -204,7 +204,7 @@ class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     pool_seconds: Seconds = 120.0
     background: BackgroundOptions = BackgroundOptions()
     accounts: AccountOptions = AccountOptions()
-    past: PastOptions | None = PastOptions()
+    past: PastOptions = PastOptions()
     connect_seconds: Seconds = 2.0
     prefill_seconds: Seconds = 120.0
     first_token_seconds: Seconds = 60.0

@@ -60,8 +60,8 @@ class Proxy:
         self.cluster = cluster = kind(deployment)
         expected = expected_lengths(deployment)
         self._forecasts = PromptForecasts(expected) if expected is not None else None
-        order, past = create_order(**deployment.order), options.past
-        self._past = PastForecasts(past) if past is not None and order.needs_lengths else None
+        learns = options.past.keys > 0 and create_order(**deployment.order).needs_lengths
+        self._past = PastForecasts(options.past) if learns else None
         self._tracer = create_tracer(options.traces)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []

@@ -265,8 +265,7 @@ class Study:
         """
         if gather(self._pilots(clocks), len(clocks), lambda clock, found: None, str):
             return True
-        orders = order_cases(self._sigma)
-        if self._run_all("orders of service", [self._order_scenario()], orders):
+        if self._run_all("orders of service", [self._order_scenario()], self._order_cases()):
             return True
         self.cases = ladder(self._sigma)
         self._scenarios = scenarios(self.capacities, self._trace, load)
@@ -277,7 +276,7 @@ class Study:
 
     def order(self) -> OrderGains | None:
         """Return what an order of service gains, if all of that was simulated."""
-        scenario, cases = self._order_scenario(), order_cases(self._sigma)
+        scenario, cases = self._order_scenario(), self._order_cases()
         runs = self._runs.get(scenario, {})
         if not all(runs.get(case.key) for case in cases):
             return None
@@ -382,6 +381,10 @@ class Study:
     def _order_scenario(self) -> Scenario:
         clock, most = list(self.capacities.items())[-1]
         return Scenario(clock, ORDER_LOAD, 1.0, False, most, at_random=True)
+
+    def _order_cases(self) -> list[Case]:
+        recorded = self._trace.recorded
+        return order_cases(self._sigma, bool(len(recorded.prefixes) or recorded.client.any()))
 
     def _run_all(self, title: str, tried: Sequence[Scenario], cases: Sequence[Case]) -> bool:
         """Run cases with one seed after the other; return whether Ctrl-C ended that."""

@@ -56,9 +56,12 @@ def in_words(gain: Gain, figure: str) -> str:
 
 _KNOWN = {
     "past_lengths": "with prompts and past lengths alone",
+    "own_past": "with the past of each client and prefix",
     "real_forecasts": "with forecasts of real quality",
     "true_lengths": "with the true lengths",
 }
+
+_WITHOUT_MODEL = ("past_lengths", "own_past")
 
 
 def _order(gains: OrderGains) -> str:
@@ -66,14 +69,17 @@ def _order(gains: OrderGains) -> str:
         f"{in_words(gains.latency[key], 'latency')} {known} "
         f"(P99 {in_words(gains.tail[key], 'latency')})"
         for key, known in _KNOWN.items()
+        if key in gains.latency
     )
     clock = "behind the barrier" if gains.clock == "barrier" else "as independent replicas"
     paying = {
         None: "Serving in order of arrival is as good.",
         "past_lengths": "ORDER: {name: boost} pays, and needs no forecast.",
+        "own_past": "ORDER: {name: boost} pays, and more by the past, which needs no model.",
         "real_forecasts": "ORDER: {name: boost} pays, and more with forecasts.",
     }[gains.pays]
-    if gains.pays == "real_forecasts" and not gains.latency["past_lengths"].pays:
+    simpler = [gains.latency[key].pays for key in _WITHOUT_MODEL if key in gains.latency]
+    if gains.pays == "real_forecasts" and not any(simpler):
         paying = "ORDER: {name: boost} pays with forecasts, and not without."
     if any(value.seeds == 1 for value in gains.latency.values()):
         paying = "One seed shows no interval, so no order is recommended."

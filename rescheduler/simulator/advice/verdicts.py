@@ -140,8 +140,13 @@ def quality_cases(longest: int) -> list[Case]:
     ]
 
 
-def order_cases(sigma: float) -> list[Case]:
-    """Return orders of service from knowing nothing to knowing the truth."""
+def order_cases(sigma: float, own_past: bool = False) -> list[Case]:
+    """Return orders of service from knowing nothing to knowing the truth.
+
+    Args:
+        sigma: spread of forecasts of real quality.
+        own_past: whether the trace tells clients or prefixes, by which earlier requests forecast.
+    """
     boost = {"name": "boost"}
     noisy = {"name": "noisy", "sigma": sigma, "interval": MEASURED_INTERVAL}
 
@@ -153,6 +158,7 @@ def order_cases(sigma: float) -> list[Case]:
     return [
         case("fcfs", "loads", {"name": "none"}, _AS_THEY_COME),
         case("past_lengths", "ages", _KAPLAN_MEIER),
+        *([case("own_past", "ages", {"name": "past"})] if own_past else []),
         case("real_forecasts", "forecasts", noisy),
         case("true_lengths", "truth", _ORACLE),
     ]
@@ -470,7 +476,8 @@ def order_gains(clock: Clock, cases: Sequence[Case], runs: Runs) -> OrderGains:
         {key: gain(runs[key], runs[base], figure) for key in others}
         for figure in ("latency", "latency_p99")
     )
-    pays = "past_lengths" if latency["past_lengths"].pays else None
-    if gain(runs["real_forecasts"], runs[pays or base], "latency").pays:
-        pays = "real_forecasts"
+    pays = None
+    for key in others[:-1]:
+        if gain(runs[key], runs[pays or base], "latency").pays:
+            pays = key
     return OrderGains(clock, latency, tail, pays)

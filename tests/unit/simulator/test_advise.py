@@ -222,6 +222,43 @@ def test_an_order_that_needs_forecasts_must_gain_more(
     assert ("slowest requests become slower" in said) == (pays is not None)
 
 
+@pytest.mark.parametrize(
+    ("past", "real", "said"),
+    [
+        (0.2, 0.2, "more by the past, which needs no model"),
+        (0.2, 0.4, "pays, and more with forecasts"),
+        (0.1, 0.1, "pays, and needs no forecast"),
+    ],
+)
+def test_the_past_of_clients_goes_before_a_predictor_that_gains_no_more(
+    past: float, real: float, said: str
+) -> None:
+    gains = {"fcfs": 0.0, "past_lengths": 0.1, "own_past": past, "real_forecasts": real}
+    runs = {
+        key: {
+            seed: {"latency": (1 - value) * (10 + seed), "latency_p99": 30.0} for seed in range(3)
+        }
+        for key, value in (gains | {"true_lengths": 0.5}).items()
+    }
+    found = order_gains("independent", order_cases(1.25, own_past=True), runs)
+    text = " ".join(advice_text([], found, [verdict()], None, 1.25).split())
+    assert said in text
+    assert f"−{past:.1%} (±0.0) with the past of each client and prefix" in text
+
+
+def test_a_trace_with_clients_is_judged_by_their_past(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{i / 10},20,{5 if i % 2 else 150},name{i % 2}" for i in range(400)]
+    path = tmp_path / "clients.csv"
+    path.write_text("\n".join(["arrival_s,input_tokens,output_tokens,client", *rows]) + "\n")
+    out = tmp_path / "advice.json"
+    assert advise(path, 1, 4, requests=300, seeds=2, clock="independent", json=out) == 0
+    gains = json.loads(out.read_text())["order"]["latency_gain"]
+    assert gains["own_past"]["mean"] > gains["past_lengths"]["mean"] + 0.05
+    assert "with the past of each client and prefix" in " ".join(capsys.readouterr().out.split())
+
+
 def test_one_seed_recommends_no_order() -> None:
     runs = {
         case.key: {0: {"latency": 10.0 - i, "latency_p99": 30.0}}
