@@ -164,7 +164,8 @@ async def test_a_forecast_from_the_prompt_goes_before_the_past(it: Cluster) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"order": {"name": "fcfs"}}, {"order": {"name": "boost"}, "past": PastOptions(keys=0)}]
+    "options",
+    [{"order": {"name": "fcfs"}}, {"order": {"name": "boost"}, "past": PastOptions(keys=0)}],
 )
 async def test_an_order_of_arrival_or_no_past_keeps_nothing(
     tokenizer: Tokenizer, options: dict[str, Any]
