@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,13 @@ from shown_commands import ROOT, read_page
 from rescheduler.demo.demo_load import metric_in
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import engine_command
-from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
+from rescheduler.engines.launch_process import ServerGroup, ServerProcess
 from rescheduler.simulator.workloads.trace_files import TraceFile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PAGE = read_page(ROOT / "docs" / "attach.md")
-STOCK = {
-    "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 MESSAGES = [{"role": "user", "content": "Tell me a story of a river."}]
 COMPLETION = {"prompt": "Once upon a time there was a river", "max_tokens": 24}
 CHATTED = {"messages": MESSAGES, "max_tokens": 24}
@@ -49,16 +45,21 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 def engines(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Iterator[Deployment]:
     """A prefill and a decode engine with vLLM's own connector, scheduler and worker."""
     described = local_deployment("smollm2", replace(ENGINE, checkpoint=None), decode=1)
-    given = ["--kv-transfer-config", json.dumps(STOCK)]
-    stock = [
-        replace(one, control=None, telemetry=None, arguments=given) for one in described.instances
-    ]
-    described = replace(described, instances=stock)
-    for one in stock:
-        words = engine_command(described, one, described.model, sys.executable).arguments
-        assert words.index(json.dumps(STOCK)) > words.index("--kv-transfer-config") + 1
-        assert not any(word.endswith(("-cls", "-config")) for word in words if word != given[0])
-    with launched(described, tmp_path_factory.mktemp("attached") / "logs"):
+    bare = [replace(one, control=None, telemetry=None) for one in described.instances]
+    described = replace(described, instances=bare)
+    logs, servers = tmp_path_factory.mktemp("attached"), []
+    for one in bare:
+        command = engine_command(described, one, str(smollm2), sys.executable)
+        words = command.arguments
+        role = {"prefill": "kv_producer", "decode": "kv_consumer"}[one.role]
+        stock = {"kv_connector": "NixlConnector", "kv_role": role}
+        words[words.index("--kv-transfer-config") + 1] = json.dumps(stock)
+        others = [word for word in words if word not in (sys.executable, str(smollm2))]
+        assert not re.search(r"headway|rescheduler|predictor", " ".join(others).lower())
+        servers.append(ServerProcess(one.name, command, one.url, logs / f"{one.name}.log", True))
+    group = ServerGroup(servers, lambda name, stage: None)
+    with closing(group):
+        group.start([one.name for one in bare])
         yield described
 
 
