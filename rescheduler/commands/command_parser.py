@@ -380,6 +380,8 @@ def _add_struct(parser: CommandParser, struct: Any, prefix: str = "", hidden: bo
             default = field.default_factory()
         else:
             kind = kind | None
+        if _is_struct(type(default)):
+            default = msgspec.to_builtins(default)
         text = SUPPRESS if hidden else " ".join((described.get(field.name) or "").split())
         parser.add_argument(f"--{prefix}{field.name}", type=kind, default=default, help=text)
 
