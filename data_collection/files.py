@@ -254,6 +254,11 @@ def find_shipped(path: Path | str) -> Path:
     return shipped if is_shipped and not path.exists() and shipped.exists() else path
 
 
+def shipped_configs(folder: str) -> list[str]:
+    """Return the names of the shipped configurations in a folder of ``configs``."""
+    return sorted(path.stem for path in (_FOLDER / "configs" / folder).glob("*.yaml"))
+
+
 def find_config(name: str) -> Path:
     """Return the file of that path, or the shipped configuration of that name.
 

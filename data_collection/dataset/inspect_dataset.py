@@ -39,7 +39,7 @@ def inspect(dataset: Path, figure: Path | None = None) -> None:
 
     Args:
         dataset: folder of the dataset.
-        figure: where the PNG goes; ``inspect.png`` in the dataset when not given.
+        figure: Write the PNG to this file. If not set, to ``inspect.png`` in the dataset.
 
     Raises:
         DatasetError: the folder is not a dataset, is empty, or a shard is damaged.

@@ -153,7 +153,7 @@ class Arrivals:
         time_unit: s, ms, us or ns, of the times in ``trace``. Seconds when None, as the column's
             name has it; if the trace is implausible in seconds it is refused.
         scale: multiplies the rate of ``trace``: 2 makes it arrive twice as fast.
-        seed: of the Poisson arrivals.
+        seed: Seed of the Poisson arrivals.
     """
 
     kind: Literal["closed", "poisson", "trace"] = "closed"

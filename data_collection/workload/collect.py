@@ -62,15 +62,15 @@ def collect(
     a full disk leave a valid dataset.
 
     Args:
-        out: folder of the dataset; continued when it exists.
+        out: The dataset's folder. If it exists, the recording continues there.
         model: ``smollm2`` (embedded), a Hugging Face id, or a folder.
         prompts: ``starter``, a JSONL file with ``prompt`` or ``messages``, or the id of a
             Hugging Face dataset.
-        transcripts: in place of prompts: prompts with their answers, which are computed as
-            prefills and give the rows of the run that they are of. What ``headway dataset
-            transcripts`` wrote, or JSON Lines with ``prompt``, ``messages`` or
-            ``prompt_token_ids``, and ``answer`` or ``output_token_ids``.
-        limit: number of prompts to drive, from the first; all when not given.
+        transcripts: Prompts with answers, instead of prompts. They are computed as prefills, and
+            give the rows that generating them gives. Use what `headway dataset transcripts` wrote,
+            or JSON Lines with ``prompt``, ``messages`` or ``prompt_token_ids``, and ``answer`` or
+            ``output_token_ids``.
+        limit: Use only so many prompts, from the first. If not set, all.
         sampling: how tokens are sampled; a prompt's own settings come first.
         arrivals: when requests arrive.
         record: what is recorded.

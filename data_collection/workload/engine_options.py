@@ -22,7 +22,7 @@ class EngineOptions:
 
     Attributes:
         dtype: type the model computes in; float32 is the fastest on many CPUs.
-        max_model_len: longest prompt plus answer; the model's own limit when not given.
+        max_model_len: longest prompt plus answer; the model's own limit if not set.
         enforce_eager: skip compilation, which takes minutes and pays on long runs.
         extra: further arguments of vLLM's `AsyncEngineArgs`, by name.
     """
@@ -38,12 +38,12 @@ class Sampling:
     """How tokens are sampled.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_p: nucleus.
+        temperature: Temperature of the sampling. 0 is greedy.
+        top_p: Probability mass that nucleus sampling keeps.
         max_tokens: cap of the answer; requests that reach it are censored.
-        n: answers to each prompt.
-        seed: of request i is seed + i; None leaves sampling to the engine's own generator
-            (vLLM 0.32 has no seeded requests on a CPU).
+        n: Answers to each prompt.
+        seed: Request i gets seed + i. If not set, the engine draws (vLLM 0.32 has no seeded
+            requests on a CPU).
     """
 
     temperature: float = 0.8

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_collection.dataset.dataset_schema import shown, split_requests
+from data_collection.dataset.dataset_schema import read_sessions, shown, split_requests
 from data_collection.files import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from predictor.evaluation.comparators import (
@@ -88,12 +88,13 @@ def evaluate(
     Args:
         dataset: folder of the dataset.
         checkpoint: folder or Hugging Face id of a survival model or a regressor.
-        out: where to write; the folder ``evaluation`` of the measured dataset when not given.
-        comparators: name -> options; constant_median and kaplan_meier when not given. Others:
+        out: Write to this folder. If not set, to ``evaluation`` in the measured dataset.
+        comparators: name -> options; constant_median and kaplan_meier if not set. Others:
             regressor and regressor_cut_as_ended (with a checkpoint each), prompt_self_report,
             auxiliary_encoder, auxiliary_causal_lm.
-        split_seed: of the split; the checkpoint's own when not given.
-        part: ``validation`` to choose between settings, so that the test is looked at last.
+        split_seed: Seed of the split. If not set, the checkpoint's own.
+        part: The part to measure on. Use ``validation`` to choose between settings, and look at the
+            test last.
         on: folder of another dataset to measure on. Its requests whose prompts ``dataset``
             has too are left out.
 
@@ -112,6 +113,8 @@ def evaluate(
         raise ValueError("--on measures a whole dataset, --part validation a part of another")
     if on is not None and on.resolve() == dataset.resolve():
         raise ValueError("--on must be another dataset: the predictor has learned from this one")
+    for folder in filter(None, (dataset, on)):
+        read_sessions(folder)  # before a checkpoint is looked for, here and on the hub
     predictor = load_predictor(checkpoint)
     table = load_rows(dataset, predictor.adapter)
     predictor.refuse_other_model(table.session)

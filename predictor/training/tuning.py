@@ -42,12 +42,12 @@ def tune(
     Args:
         dataset: folder of the dataset.
         predictor: the survival model, or STAR's regressor.
-        out: where the study and its table go.
-        trials: how many to have in the end, those of earlier runs counted in.
-        max_epochs: of a trial.
-        patience: epochs without a better validation MAE before a trial stops.
-        limit: last edge of the survival model's grid: the serving model's context in tokens.
-        seed: of the search, the split and every training.
+        out: Folder of the study and its table.
+        trials: Trials to have in the end. Those of earlier runs count.
+        max_epochs: Most epochs of a trial.
+        patience: Epochs without a better validation MAE after which a trial stops.
+        limit: Last edge of the survival model's grid: the serving model's context in tokens.
+        seed: Seed of the search, the split and every training.
 
     Raises:
         DatasetError: the dataset cannot be used.

@@ -92,12 +92,12 @@ def batch(
     API key is read from OPENAI_API_KEY.
 
     Args:
-        file: the requests, as a JSONL file, which may be gzipped.
-        out: file of the answers; by default x.results.jsonl for x.jsonl. Errors go to
+        file: The requests: a JSONL file, which may be gzipped.
+        out: Write the answers to this file. If not set, x.jsonl gives x.results.jsonl. Errors go to
             x.errors.jsonl.
-        url: of `headway serve`, or of another OpenAI-compatible server.
-        concurrency: requests that are sent at a time; the server decides how many of them run.
-        give_up_seconds: give up when nothing has been answered for so long; never by default.
+        url: Address of `headway serve`, or of another OpenAI-compatible server.
+        concurrency: Requests sent at a time. The server decides how many of them run.
+        give_up_seconds: Give up when nothing has been answered for this long. If not set, never.
 
     Returns:
         The exit status.

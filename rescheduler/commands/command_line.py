@@ -5,100 +5,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import metadata
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from rescheduler.commands.event_loop import escaped, quieten, quieten_loggers
+from rescheduler.commands.verbs import GROUPS, VERBS, following
 
-
-class Verb(NamedTuple):
-    """A verb.
-
-    Attributes:
-        function: ``module:name``, loaded when the verb is used, or empty where a name must follow.
-        text: what it does, in the imperative.
-    """
-
-    function: str
-    text: str
-
-
-_DATASET = "data_collection.dataset"
-_LIGHTNING = "rescheduler.commands.train:train"
-_RAY = "rescheduler.on_ray"
-_STUDIES = "rescheduler.papers.studies"
-
-VERBS = {
-    "model": Verb("data_collection.models:model", "prepare the embedded model"),
-    "collect": Verb("data_collection.workload.collect:collect", "collect a dataset from vLLM"),
-    "dataset": Verb("", "inspect, validate, merge or export datasets"),
-    "dataset inspect": Verb(f"{_DATASET}.inspect_dataset:inspect", "print and plot its lengths"),
-    "dataset validate": Verb(f"{_DATASET}.validate_dataset:validate", "check it for training"),
-    "dataset merge": Verb(f"{_DATASET}.dataset_commands:merge", "merge datasets into a new one"),
-    "dataset transcripts": Verb(
-        f"{_DATASET}.dataset_commands:export_transcripts",
-        "keep prompts and answers, to collect again",
-    ),
-    "train": Verb("", "train a predictor, or search its hyperparameters"),
-    "train fit": Verb(_LIGHTNING, "train a predictor with Lightning"),
-    "train validate": Verb(_LIGHTNING, "measure a training on the validation part"),
-    "train test": Verb(_LIGHTNING, "measure a training on the test part"),
-    "train tune": Verb("predictor.training.tuning:tune", "search a predictor's hyperparameters"),
-    "evaluate": Verb("predictor.evaluation.evaluate:evaluate", "compare with other predictors"),
-    "evaluate recalibrate": Verb(
-        "rescheduler.monitoring.recalibrate:recalibrate", "recalibrate it on served requests"
-    ),
-    "launch": Verb("rescheduler.engines.launch_engines:launch", "start a deployment's engines"),
-    "serve": Verb("rescheduler.serving.serve:serve", "serve a deployment at one address"),
-    "coordinator": Verb(
-        "rescheduler.coordinator.coordinator:coordinator", "decide for many proxies"
-    ),
-    "picker": Verb("rescheduler.gateway.picker_command:picker", "pick engines for Envoy"),
-    "batch": Verb("rescheduler.batch.batch:batch", "answer a file of requests in the background"),
-    "replay": Verb("rescheduler.serving.replay:replay", "show a recorded log, or two of them"),
-    "drain": Verb("rescheduler.serving.admin_client:drain", "drain an instance"),
-    "ray": Verb("", "launch, see, restart or stop a deployment on a Ray cluster"),
-    "ray launch": Verb(f"{_RAY}.launch_on_ray:launch", "start it"),
-    "ray status": Verb(f"{_RAY}.launch_on_ray:status", "show what runs"),
-    "ray restart": Verb(f"{_RAY}.launch_on_ray:restart", "restart its engines, one by one"),
-    "ray stop": Verb(f"{_RAY}.launch_on_ray:stop", "stop it"),
-    "profile": Verb("rescheduler.profiling.profile_command:profile", "measure step times"),
-    "keys": Verb("predictor.live.zmq_sockets:keys", "create keys for telemetry between machines"),
-    "rehearse": Verb(
-        "rescheduler.demo.rehearse:rehearse", "serve a trace with emulated engines, without a GPU"
-    ),
-    "demo": Verb("rescheduler.demo.demo:demo", "compare a load with and without moves"),
-    "advise": Verb("rescheduler.simulator.advice.advise:advise", "tell what a trace would gain"),
-    "simulate": Verb("rescheduler.simulator.simulate:simulate", "compare policies and settings"),
-    "record": Verb(
-        "rescheduler.simulator.forecasts.record_forecasts:record",
-        "record forecasts to simulate with",
-    ),
-    "papers": Verb("", "reproduce the papers' figures, tables and models"),
-    "papers scaling": Verb(
-        f"{_STUDIES}.scaling:scaling", "imbalance by workers and batches (BF-IO)"
-    ),
-    "papers barrier-tax": Verb(
-        f"{_STUDIES}.barrier_tax:barrier_tax", "routing by models of a step's time"
-    ),
-    "papers rescheduling": Verb(
-        f"{_STUDIES}.rescheduling:rescheduling", "migration planners (STAR)"
-    ),
-    "papers fairbatching": Verb(
-        f"{_STUDIES}.fairbatching:fairbatching", "requests in time (FairBatching)"
-    ),
-    "papers train-router": Verb(
-        "rescheduler.papers.jain_router.train_router:train_routers",
-        "train routers, and compare them",
-    ),
-    "papers train-length": Verb(
-        "rescheduler.papers.prompt_length.train_length:train_length", "predict lengths from prompts"
-    ),
-    "doctor": Verb("rescheduler.doctor.doctor:doctor", "check the installation, or an engine"),
-}
-"""What ``headway`` does: verbs, and verbs with a name that follows them."""
-
-_TITLES = {"model": "Collect and train", "launch": "Serve", "advise": "Simulate", "doctor": "Check"}
-"""What the help says above a verb."""
+_LIGHTNING = VERBS["train fit"].function
 
 _HELP = ("-h", "--help", "help")
 _VERSION = ("-V", "--version")
@@ -106,24 +19,22 @@ _VERSION = ("-V", "--version")
 _USAGE = """\
 usage: headway VERB [options]
 
-Forecast how many tokens every running LLM request still has to generate.
+Predict how many tokens each running LLM request still has to generate, and schedule vLLM by it.
 
 {verbs}
 
-A first round, on the embedded model:
-  headway collect runs/demo --config configs/collect/quick.yaml
-  headway train fit --config survival --data.dataset runs/demo
-  headway evaluate runs/demo runs/survival
+What would your traffic gain? Then a first round with the embedded model:
+  headway advise examples/trace.csv --instances 4 --slots 32 --requests 2000
+  headway collect runs/demo --config collect/quick
+  headway train fit --config survival --data.dataset runs/demo --out runs/predictor
+  headway evaluate runs/demo runs/predictor
 
-Routing policies on a simulated cluster:
-  headway advise my_trace.csv
-  headway simulate --config bfio_table1
+A deployment on this machine, with emulated GPUs or real engines:
+  headway launch --config local-pd --emulate h100-llama-8b --serve
+  headway launch --config local-pd --serve
 
-Forecasts of a vLLM server that runs with Headway's worker (docs/observe.md):
-  headway doctor --telemetry tcp://127.0.0.1:5557
-
-Every verb takes --help, --config FILE.yaml, --print-config and --verbose; headway --version prints
-the version.
+`headway VERB --help` shows an example. Every verb takes --config FILE.yaml, --print-config and
+--verbose. `headway --version` prints the version.
 """
 
 
@@ -137,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     verb, rest = (given[0], given[1:]) if given else ("--help", [])
     if verb == "help" and rest:
         verb, rest = rest[0], [*rest[1:], "--help"]
-    if verb not in (*_HELP, *_VERSION, *_following("")):
-        return _unknown("headway", "verb", verb, _following(""))
+    if verb not in (*_HELP, *_VERSION, *following("")):
+        return _unknown("headway", "verb", verb, following(""))
     quieten(verbose="--verbose" in rest)
     try:
         result = _printed(verb, rest)
@@ -149,24 +60,25 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout = None
         return 0
     except (ValueError, RuntimeError, OSError) as error:
-        print(escaped(f"headway {verb}: {error}"), file=sys.stderr)
+        name = split_verb([verb, *rest])[0]
+        print(escaped(f"headway {name}: {_said(error)}"), file=sys.stderr)
         return 1
     return int(result or 0)
 
 
+def _said(error: Exception) -> str:
+    """Return what an error says, with the file in front where the system names one."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.filename, str | Path):
+        return f"{error.filename}: no such file or folder"
+    return str(error)
+
+
 def _usage() -> str:
     lines = []
-    for name, verb in _following("").items():
-        lines += ["", f"{_TITLES[name]}:"] if name in _TITLES else []
+    for name, verb in following("").items():
+        lines += ["", f"{GROUPS[name]}:"] if name in GROUPS else []
         lines.append(f"  {name:<14}{verb.text}")
     return _USAGE.format(verbs="\n".join(lines[1:]))
-
-
-def _following(name: str) -> dict[str, Verb]:
-    """Return the verbs, or those that may follow one."""
-    start = f"{name} " if name else ""
-    rest = {key.removeprefix(start): verb for key, verb in VERBS.items() if key.startswith(start)}
-    return {key: verb for key, verb in rest.items() if " " not in key}
 
 
 def _printed(verb: str, rest: list[str]) -> Any:
@@ -199,7 +111,7 @@ def _run(verb: str, rest: list[str]) -> Any:
     name, rest = split_verb([verb, *rest])
     function, prog = VERBS[name].function, f"headway {name}"
     if not function:
-        members = _following(name)
+        members = following(name)
         if rest and rest[0] not in _HELP:
             return _unknown(prog, "name", rest[0], members)
         lines = [f"  {member:<14}{one.text}" for member, one in members.items()]
@@ -223,6 +135,8 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
 def _unknown(prog: str, what: str, given: str, known: Mapping[str, Any]) -> int:
     near = get_close_matches(given, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
+    if what == "name" and not near:
+        hint = f"; one of {', '.join(known)}"
     print(f"tip: For a list run: {prog} --help", file=sys.stderr)
     print(f"error: unknown {what} {given!r}{hint}", file=sys.stderr)
     return 2

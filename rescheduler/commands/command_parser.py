@@ -20,6 +20,7 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
 from data_collection.files import find_config, read_text
+from rescheduler.commands.verbs import example_of
 
 _BOOLEANS = {"true", "false", "yes", "no"}
 _KEY_VALUE = re.compile(r"[\w.-]+=")
@@ -36,12 +37,13 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
       ``--start-seconds 120 480`` becomes ``--start_seconds=[120, 480]`` where it is one of numbers.
     - ``--vary KEY=VALUE`` becomes ``--vary.KEY VALUE`` where it is a mapping.
     - ``--config NAME`` becomes ``--config=FILE`` where a shipped configuration has that name.
+    - ``A B OUT`` becomes ``["A", "B"] OUT`` where the first of two arguments is a list.
 
     What the parser does not know is left as it is.
     """
     subcommands = parser._subcommands_action
     result: list[str] = []
-    rest = list(arguments)
+    rest = _as_list(parser, list(arguments))
     while rest:
         word = rest.pop(0)
         if subcommands and word in subcommands.choices:
@@ -78,6 +80,19 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
         else:
             result.append(option)
     return result
+
+
+def _as_list(parser: Any, arguments: list[str]) -> list[str]:
+    """Return a command line whose first words are one list, if the first argument is one."""
+    named = [action for action in parser._actions if not action.option_strings]
+    if not named or get_origin(getattr(named[0], "_typehint", None)) is not list:
+        return arguments
+    option = (i for i, word in enumerate(arguments) if word.startswith("-"))
+    words = arguments[: next(option, len(arguments))]
+    last = len(words) - len(named) + 1
+    if last < 1 or words[0].startswith("["):
+        return arguments
+    return [json.dumps(words[:last]), *arguments[last:]]
 
 
 def resolved(parser: Any, typed: str) -> tuple[str, Any]:
@@ -155,6 +170,10 @@ _INVALID_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError)
 set_loader("yaml", get_loader("yaml"), _INVALID_YAML)
 
 
+_DOCUMENTED = "(documented elsewhere)"
+"""The text of options that the help leaves to the documentation; they are printed as others are."""
+
+
 class _HelpFormatter(DefaultHelpFormatter):
     """Keeps the paragraphs of a description apart, and says types as a user knows them."""
 
@@ -165,7 +184,10 @@ class _HelpFormatter(DefaultHelpFormatter):
         )
 
     def add_argument(self, action: Action) -> None:
-        if not any(re.fullmatch(r"--(?!model\.).*\.help", name) for name in action.option_strings):
+        of_class = any(
+            re.fullmatch(r"--(?!model\.).*\.help", name) for name in action.option_strings
+        )
+        if not of_class and action.help not in ("Path to a configuration file.", _DOCUMENTED):
             super().add_argument(action)
 
     def _format_action_invocation(self, action: Action) -> str:
@@ -173,9 +195,47 @@ class _HelpFormatter(DefaultHelpFormatter):
 
     def _expand_help(self, action: Action) -> str:
         if "--print_config" in action.option_strings:
-            return "print the configuration as YAML, and exit"
+            return "Print the configuration as YAML, and exit."
         text = str(super()._expand_help(action))
-        return re.sub(r"type: Literal\[[^\]]*\](?:, )?", "", text)  # its choices are shown
+        return _as_sentence(re.sub(r"type: Literal\[[^\]]*\](?:, )?", "", text), _choices(action))
+
+
+def _choices(action: Action) -> list[str]:
+    kinds = _members(getattr(action, "_typehint", None))
+    return [str(name) for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
+
+
+_TYPED = re.compile(r" ?\((?:(required), )?(?:type: (.*?))?(?:, )?(?:default: (.*))?\)$", re.DOTALL)
+
+
+def _as_sentence(text: str, choices: Sequence[str]) -> str:
+    """Return a help text that begins with a capital, ends with a stop, and says the default last.
+
+    A value that is not set is said so: ``null`` and ``None`` are how files and code write it.
+    What begins with one of the choices stays as it is typed.
+    """
+    typed = _TYPED.search(text)
+    said = text[: typed.start()] if typed else text
+    said = said.strip()
+    kind = re.sub(r"^Optional\[(.*)\]$", r"\1", ((typed and typed[2]) or "").replace(" | null", ""))
+    first = re.match(r"[a-z]+(?![\w./:-])", said)
+    if first and first[0] not in choices:
+        said = said[0].upper() + said[1:]
+    if said and not said.endswith((".", "!", "?", ":")):
+        said += "."
+    if not typed or not (typed[2] or typed[3] or typed[1]):
+        return said
+    if kind.startswith("Literal["):
+        kind = f"one of {', '.join(choices)}"
+    default = typed[3]
+    if default in ("null", "None", "()", "[]", "", "==SUPPRESS=="):
+        default = "not set" if default is not None else None
+    parts = [kind] if kind else []
+    if default is not None:
+        parts.append(default if default == "not set" else f"default: {default}")
+    elif typed[1]:
+        parts.append("required")
+    return f"{said} ({', '.join(parts)})" if parts else said
 
 
 class CommandParser(ArgumentParser):
@@ -187,6 +247,7 @@ class CommandParser(ArgumentParser):
 
     def __init__(self, *args: Any, formatter_class: Any = _HelpFormatter, **options: Any) -> None:
         super().__init__(*args, formatter_class=formatter_class, **options)
+        self._reading: Any = ""
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *more: Any, **options: Any
@@ -201,6 +262,7 @@ class CommandParser(ArgumentParser):
         Raises:
             ValueError: it is not, with its name.
         """
+        self._reading = path
         if not Path(path).is_fifo():  # a pipe can be read only once
             read_text(Path(path))
         try:
@@ -210,7 +272,7 @@ class CommandParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Report what is wrong, and exit with status 2."""
-        message = _shortened(message)
+        message = _shortened(message.replace('"<unicode string>"', str(self._reading)))
         unknown = _UNKNOWN.search(message)
         if unknown is not None and "did you mean" not in message:
             message += _suggestion(self, unknown)
@@ -221,6 +283,8 @@ class CommandParser(ArgumentParser):
         if self.usage is None:
             self.usage = f"{self.prog.replace(' [options]', '')} [options]"
         text = super().format_help(*args, **options).replace("{true,false}", "[true|false]")
+        example = example_of(self.prog.replace(" [options]", ""))
+        text = f"{text.rstrip()}\n\nexample:\n  {example}\n" if example else text
         return _dashed(_CLASS.sub(r"\1", text)).replace("``", "`")
 
     def print_usage(self, file: Any = None) -> None:
@@ -229,8 +293,20 @@ class CommandParser(ArgumentParser):
             super().print_usage(file)
 
 
+_NO_MODEL = (
+    "the following arguments are required: fit.model",
+    "the following arguments are required: validate.model",
+    "the following arguments are required: test.model",
+)
+
+
 def _shortened(message: str) -> str:
     """Return a message without the whole file, or the types that were tried, around the mistake."""
+    if message.endswith(_NO_MODEL):
+        return "no predictor to train: add --config survival or --config star, or --model CLASS"
+    if message.startswith("Problems parsing config: while "):
+        *_, wrong, where = (line.strip() for line in message.splitlines())
+        return f"{where.removeprefix('in ')}: {wrong}"
     if message.startswith("Unexpected config"):
         return "the configuration must be a mapping of options to their values"
     key = re.match(r'Parser key "([\w.-]+)":\n', message)
@@ -268,8 +344,10 @@ def _dashed(text: str) -> str:
     return _OPTION.sub(lambda option: option[0].replace("_", "-"), text)
 
 
-_CONFIG_HELP = "YAML file of these options, or the name of a shipped one; what follows overrides it"
-_VERBOSE_HELP = "also show the messages of the libraries that are used"
+_CONFIG_HELP = (
+    "YAML file of these options, or the name of a shipped one. What follows overrides it."
+)
+_VERBOSE_HELP = "Also show the messages of the libraries that are used."
 _SECTIONS = ("Args:", "Returns:", "Raises:")
 
 
@@ -330,7 +408,9 @@ def command_parser(function: Callable[..., Any], prog: str) -> CommandParser:
         parser.add_function_arguments(function, as_positional=False, skip=skipped, **options)
         kind, optional = _config_type(function)
         if _is_struct(kind):
-            _add_struct(parser, kind, hidden=optional)
+            documented = getattr(kind, "documented", "")
+            _add_struct(parser, kind, hidden=SUPPRESS if optional else documented and _DOCUMENTED)
+            parser.description = "\n\n".join(filter(None, [parser.description, documented]))
         else:
             parser.add_class_arguments(kind, as_group=False)
     positionals = [
@@ -357,10 +437,11 @@ def _description(function: Callable[..., Any]) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _add_struct(parser: CommandParser, struct: Any, prefix: str = "", hidden: bool = False) -> None:
+def _add_struct(parser: CommandParser, struct: Any, prefix: str = "", hidden: str = "") -> None:
     """Add an option for each key of a struct and of the structs in it, as its docstring says.
 
-    Required keys become options without a default: `_struct_of` reports what is missing.
+    Required keys become options without a default: `_struct_of` reports what is missing. With
+    ``hidden`` as their text, the help leaves them out.
     """
     hints = typing.get_type_hints(struct)
     docs = [parse_docstring(one.__doc__ or "").params for one in reversed(struct.__mro__)]
@@ -382,7 +463,7 @@ def _add_struct(parser: CommandParser, struct: Any, prefix: str = "", hidden: bo
             kind = kind | None
         if _is_struct(type(default)):
             default = msgspec.to_builtins(default)
-        text = SUPPRESS if hidden else " ".join((described.get(field.name) or "").split())
+        text = hidden or " ".join((described.get(field.name) or "").split())
         parser.add_argument(f"--{prefix}{field.name}", type=kind, default=default, help=text)
 
 
@@ -401,7 +482,10 @@ def _struct_of(struct: Any, parser: CommandParser, given: Namespace, optional: b
     if len(missing) == len(required) and optional:
         return None
     if missing:
-        parser.error(f"--config FILE.yaml is required, with {' and '.join(missing)}")
+        parser.error(
+            f"--config FILE.yaml is required, with {' and '.join(missing)}; to try a shipped one: "
+            "--config local-pd"
+        )
     plain = {
         name: value.as_dict() if isinstance(value, Namespace) else value
         for name, value in values.items()

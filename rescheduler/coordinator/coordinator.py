@@ -433,8 +433,7 @@ def coordinator(config: Deployment, record: Path | None = None, verbose: bool = 
 
     Args:
         config: the deployment, with a section `coordinator`.
-        record: log twice a second what the page shows to this file, for `headway replay`; it must
-            not exist.
+        record: Log to this new file what the page shows, twice a second, for `headway replay`.
         verbose: also log where requests go, why none is moved, and the messages of libraries.
 
     Raises:

@@ -230,11 +230,11 @@ def demo(
     Args:
         config: deployment whose engines are already running.
         logs: folder of the engines' logs.
-        pairs: number of long and number of short requests.
-        emulate: a GPU to emulate: the name of a shipped machine, such as h100x2-llama-70b, or a
-            profile's file. Answers are scripted, see docs/rehearse.md.
-        engines: of the emulated fleet.
-        clients: of the emulated fleet, each with one request after the other.
+        pairs: Long requests, and as many short ones.
+        emulate: Emulate this GPU: a shipped machine, such as h100x2-llama-70b, or a profile's file.
+            Answers are scripted, see docs/rehearse.md.
+        engines: Engines of the emulated fleet.
+        clients: Clients of the emulated fleet. Each sends one request after the other.
         record: log what the page shows of the emulated fleet to this file, for `headway replay`.
 
     Raises:

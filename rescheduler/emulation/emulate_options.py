@@ -11,7 +11,12 @@ from typing import Annotated, Any
 import msgspec
 from huggingface_hub.constants import HF_HOME
 
-from data_collection.files import find_config, read_yaml, write_text_atomically
+from data_collection.files import (
+    find_config,
+    read_yaml,
+    shipped_configs,
+    write_text_atomically,
+)
 from data_collection.models import IDENTITY_FILE, identify
 from predictor.live.engine_forecasts import TelemetryConfig
 from rescheduler.emulation.step_barrier import MOST_RANKS
@@ -241,7 +246,10 @@ def read_machine(name: str) -> EmulatedMachine:
     try:
         path = find_config(name)
     except ValueError as error:
-        raise ValueError(f"{error}; see configs/emulate, or `headway profile`") from error
+        machines = ", ".join(shipped_configs("emulate"))
+        raise ValueError(
+            f"{error}; shipped are {machines}; `headway profile` measures another"
+        ) from error
     values: Any = read_yaml(path)
     is_profile = isinstance(values, dict) and "batch" in values
     try:

@@ -4,7 +4,7 @@ import ipaddress
 import socket
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -327,6 +327,13 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         ray: of a deployment that `headway ray launch` starts, with counts in place of addresses.
     """
 
+    documented: ClassVar[str] = (
+        "--config names a deployment file. Each of its keys is an option too, as in "
+        "`--proxy.port 9000` or `--routing '{name: headroom}'`. docs/serve.md and docs/deploy.md "
+        "describe the keys, and --print-config prints them all."
+    )
+    """What the help says instead of listing every key."""
+
     model: str
     instances: list[Instance] = []
     served_model_name: str = ""
@@ -346,7 +353,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         try:
             deployment = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
-            raise DeploymentError(" ".join(_with_path_first(str(error)).split())) from error
+            said = _with_path_first(str(error))
+            where, _, wrong = said.partition(": Invalid enum value ")
+            if wrong:
+                said = f"{where}: {wrong} is not one of {', '.join(_choices_of(cls, where))}"
+            raise DeploymentError(" ".join(said.split())) from error
         deployment.check()
         return deployment
 
@@ -620,6 +631,17 @@ def _is_unspecified(host: str) -> bool:
 
 def _rest(url: SplitResult) -> str:
     return ("" if url.path == "/" else url.path) or url.query or url.fragment
+
+
+def _choices_of(struct: Any, path: str) -> list[str]:
+    """Return the values that the key at a path may have, such as ``instances[0].role``."""
+    kind = struct
+    for name in path.split("."):
+        hints = get_type_hints(kind)
+        kind = hints.get(name.partition("[")[0])
+        while (inner := get_args(kind)) and get_origin(kind) is not Literal:
+            kind = next((one for one in inner if one is not type(None)), None)
+    return [str(choice) for choice in get_args(kind)]
 
 
 def _with_path_first(message: str) -> str:

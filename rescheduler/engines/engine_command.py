@@ -348,7 +348,7 @@ def check_versions(moves: bool = True) -> None:
     found = vllm_version()
     if found is None:
         raise LaunchError(
-            "vLLM is not installed. On GPUs: pip install 'headway[vllm,nixl]'; on a CPU: "
+            "vLLM is not installed. On GPUs: pip install -e '.[vllm,nixl]'; on a CPU: "
             "make install. `headway launch --print` shows the commands for another machine"
         )
     if not is_supported_vllm(found):

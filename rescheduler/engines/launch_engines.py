@@ -476,16 +476,17 @@ def launch(
 
     Args:
         config: the deployment.
-        print: print the engines' commands, start nothing.
-        logs: folder of the logs and of ``deployment.yaml``, the deployment with all its defaults.
-        serve: start the proxy too.
-        only: names of the instances to start; all when not given.
-        at_once: engines that load at the same time; all when not given.
-        emulate: a GPU to emulate, in place of computing anything: the name of a shipped machine,
-            such as h100-llama-8b, or a profile's file. Answers are scripted, see docs/rehearse.md.
-        upgrade: start nothing here; have the launcher that runs with these logs start its engines
-            and its proxy anew, by this file and this installed version. One at a time: each is
-            drained and stopped, and serves again before the next one. Ctrl-C stops after it.
+        print: Print the engines' commands, and start nothing.
+        logs: Folder of the logs. It also gets ``deployment.yaml``, the deployment with all its
+            defaults.
+        serve: Start the proxy too.
+        only: Start only the instances with these names. If not set, all.
+        at_once: Load at most so many engines at the same time. If not set, all.
+        emulate: Emulate this GPU instead of computing anything: a shipped machine, such as
+            h100-llama-8b, or a profile's file. Answers are scripted, see docs/rehearse.md.
+        upgrade: Start nothing here. Ask the launcher that runs with these logs to restart its
+            engines and its proxy, by this file and this installed version. It drains, stops and
+            starts one at a time. Ctrl-C stops after the present one.
 
     Returns:
         The exit status.
@@ -514,6 +515,12 @@ def launch(
 
 def _commands(deployment: Deployment, only: Sequence[str]) -> str:
     model, python = model_to_load(deployment), cpu_interpreter()
+    if python is not None and any(one.devices for one in chosen(deployment, only)):
+        print(
+            "headway launch: these commands are for the CPU build of vLLM that is installed here, "
+            "without the devices of the deployment: print them on the machine with the GPUs",
+            file=sys.stderr,
+        )
     here = with_bound_addresses(deployment, chosen(deployment, only))
     return "\n\n".join(
         f"# {instance.name}, {instance.role}\n"

@@ -51,7 +51,7 @@ def picker(
     try:
         import grpc  # noqa: F401
     except ImportError as error:
-        raise DeploymentError("the picker needs gRPC: pip install 'headway[gateway]'") from error
+        raise DeploymentError("the picker needs gRPC: pip install -e '.[gateway]'") from error
     run_server(_pick(in_real_time(config), host, port, certificate, private_key))
 
 

@@ -172,7 +172,7 @@ def recalibrate(
 
     Args:
         checkpoint: folder or Hugging Face id of the survival model that served.
-        finished: log of finished requests.
+        finished: Log of finished requests.
         out: new folder for the recalibrated checkpoint.
         last: number of requests to use, the newest that ran to completion.
         telemetry: first listen to an engine until so many more requests have ended, and append

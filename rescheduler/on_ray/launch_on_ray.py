@@ -370,7 +370,7 @@ def restart(
 
     Args:
         config: the deployment, as of `headway ray status`.
-        only: names of engines and proxies; all when not given.
+        only: Restart only these engines and proxies. If not set, all.
         drain_seconds: longest time for an engine to become empty; then what runs there is computed
             again elsewhere, or ends with an error if it cannot be.
 

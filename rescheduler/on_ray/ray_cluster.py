@@ -44,7 +44,7 @@ def connected(address: str, namespace: str) -> Iterator["RayCluster"]:
             importlib.import_module(f"ray.{module}")
     except ImportError as error:
         raise LaunchError(
-            f"Ray cannot be imported ({error}): pip install 'headway[ray]', on every node"
+            f"Ray cannot be imported ({error}): pip install -e '.[ray]', on every node"
         ) from error
     _refuse_silent(ray, address)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tqdm import tqdm
 
 from data_collection.files import replace_file
-from data_collection.models import resolve_model
+from data_collection.models import config_file, resolve_model
 from rescheduler.commands.event_loop import ending_signals_raised
 from rescheduler.engines.deployment import EngineOptions
 from rescheduler.engines.engine_command import check_versions, cpu_interpreter, lone_engine_command
@@ -190,17 +190,17 @@ def profile(
     Args:
         out: folder to write to.
         model: an embedded model's name, a folder, or a Hugging Face id.
-        dtype: of the weights and the KV cache.
+        dtype: Type of the weights and the KV cache.
         max_model_len: longest context in tokens.
         max_num_seqs: most requests that the engine runs at a time.
         max_num_batched_tokens: most tokens in a step.
         kv_cache_gb: memory of the KV cache on a CPU, GiB.
         threads: CPU threads of the engine.
-        enforce_eager: neither compile nor record CUDA graphs; default: on a CPU only, where it
-            takes minutes and a profile is of an engine that does not.
+        enforce_eager: Neither compile nor record CUDA graphs. If not set, only on a CPU, where
+            compiling takes minutes. The profile is that of an engine with the same setting.
         arguments: further flags of `vllm serve`, such as
             `["--load-format", "dummy"]` for weights that are drawn, not loaded.
-        url: of a running server, in place of one that is started.
+        url: Measure this running server, instead of starting one.
         steps: file that this server writes its steps to (`headway.batching.steps`).
         quick: a coarse grid.
 
@@ -211,6 +211,8 @@ def profile(
     """
     if (url is None) != (steps is None):
         raise ValueError("give both --url and --steps: a server, and the file of its steps")
+    if url is None:
+        config_file(resolve_model(model))
     out.mkdir(parents=True, exist_ok=True)
     points = _QUICK_POINTS if quick else _POINTS
     options = EngineOptions(

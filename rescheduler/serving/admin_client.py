@@ -161,18 +161,18 @@ def drain(
     not the draining.
 
     Args:
-        instance: its name in the deployment; or --soonest, or --list.
+        instance: The instance's name in the deployment. Or give --soonest or --list.
         config: the deployment, for the admin port of its proxy, or of its coordinator if it has
             one: on their machine.
-        url: the admin address, in place of --config; http://127.0.0.1:8001 when neither
-            is given. Its token is that of HEADWAY_ADMIN_TOKEN, or the one that `headway serve`, or
-            the coordinator, wrote for its own user on this machine.
+        url: The proxy's or the coordinator's admin address, instead of --config. If neither is
+            given, http://127.0.0.1:8001. The token is HEADWAY_ADMIN_TOKEN, or the one that the
+            server wrote for its own user on this machine.
         undo: let the instance receive requests again.
-        soonest: drain the decode instance that is expected to be empty first, unless it is the last
-            one in service.
-        list: drain none; print the decode instances in service and the whole seconds after which
-            each is expected to be empty if nothing moves, the soonest first, without those of
-            which that is not known.
+        soonest: Drain the decode instance that will probably be empty first. The last one in
+            service is never drained.
+        list: Drain nothing. Print each decode instance in service, and after how many seconds it
+            will probably be empty if nothing moves, the soonest first. Instances for which this is
+            unknown are left out.
 
     Raises:
         ValueError: options that do not go together.

@@ -65,9 +65,9 @@ def replay(log: Path, beside: Path | None = None, port: int = 8002) -> None:
     are shown at the same time after their beginnings, as those of two policies. Ctrl-C ends it.
 
     Args:
-        log: file to show.
-        beside: another one, to compare it with.
-        port: of this machine, on which the page is; 0 takes a free one.
+        log: Log to show.
+        beside: A second log, to compare with.
+        port: Serve the page on this port of this machine. 0 takes a free one.
 
     Raises:
         LogError: a file is no log, or a damaged one.

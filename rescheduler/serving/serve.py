@@ -147,12 +147,12 @@ def serve(
 
     Args:
         config: the deployment.
-        port: in place of the deployment's `proxy.port`, for a second proxy on one machine.
-        record: log twice a second what the page shows to this file, for `headway replay`; it must
-            not exist.
-        trace: append when each request arrived and how long it was to this file, for `headway
-            advise` and `headway rehearse`: no texts, no tokens, no keys.
-        trace_mb: largest size of that file, in MiB; then no more is written.
+        port: Listen on this port instead of the deployment's `proxy.port`, for a second proxy on
+            one machine.
+        record: Log to this new file what the page shows, twice a second, for `headway replay`.
+        trace: Append when each request arrived and how long it was to this file, for `headway
+            advise` and `headway rehearse`. It has no texts, tokens or keys.
+        trace_mb: Largest size of that file, in MiB. Then no more is written.
         verbose: also log where requests go, why none is moved, and the messages of libraries.
 
     Raises:

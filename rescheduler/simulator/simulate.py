@@ -90,7 +90,7 @@ def simulate(
             policies each gets a file of its own, with its label in the name.
         record_every: simulated seconds between two snapshots of the log.
         vary: key -> values. A policy is named by its label: policies.bfio.horizon.
-        workers: processes at once; one per core when not given.
+        workers: processes at once; one per core if not set.
         ray: compute on the Ray cluster of this address instead (auto, local, ray://...).
 
     Returns:

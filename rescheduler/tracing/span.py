@@ -168,7 +168,7 @@ def create_tracer(options: TraceOptions | None) -> RequestTracer | None:
         from rescheduler.tracing.exporter import ReportedExporter, otlp_provider
     except ModuleNotFoundError as error:
         raise DeploymentError(
-            f"proxy.traces: {error.name} is missing: pip install 'headway[traces]'"
+            f"proxy.traces: {error.name} is missing: pip install -e '.[traces]'"
         ) from error
     try:
         exporter = ReportedExporter(options)

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from checked_commands import check_words, command_for, exit_status
+from checked_commands import check_mention, check_words, command_for, exit_status
 from recorded_dataset import record
 
-from rescheduler.commands.command_line import VERBS, main, split_verb
+from rescheduler.commands.command_line import main, split_verb
+from rescheduler.commands.verbs import GROUPS, VERBS
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "rescheduler"]
@@ -57,9 +58,16 @@ def test_a_closed_output_changes_no_exit_status(arguments: str, status: int) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["Serve:", *(f"\n  {name}" for name in VERBS if " " not in name)]),
-        (["collect", "--help"], ["--prompts", "--sampling.temperature", "folder of the dataset"]),
+        (
+            [],
+            [
+                *(f"\n{group}:\n" for group in GROUPS.values()),
+                *(f"\n  {name}" for name in VERBS if " " not in name),
+            ],
+        ),
+        (["collect", "--help"], ["--prompts", "--sampling.temperature", "dataset's folder"]),
         (["dataset", "--help"], ["inspect", "validate", "merge"]),
+        (["serve", "--help"], ["docs/serve.md", "--print-config", "--port", "example:"]),
         (["help", "evaluate"], ["--comparators", "checkpoint", "headway evaluate recalibrate"]),
         (["picker", "--help"], ["FULL_DUPLEX_STREAMED", "--port", "--certificate", "docs/gateway"]),
         (["train", "fit", "--help"], ["--data.dataset", "--model.help", "--patience"]),
@@ -162,7 +170,7 @@ REQUIRED = {
     "collect": "out",
     "dataset inspect": "dataset",
     "dataset validate": "dataset",
-    "dataset merge": "[a,b] merged",
+    "dataset merge": "a b merged",
     "dataset transcripts": "dataset mine.parquet",
     **{
         f"train {name}": "--model SurvivalTraining --data.dataset dataset"
@@ -207,6 +215,44 @@ def test_every_verb_prints_its_help_and_reads_the_configuration_that_it_prints(
     assert_read_back(printed, verb.split(), tmp_path, capsys)
 
 
+@pytest.mark.parametrize("name", [name for name, verb in VERBS.items() if verb.function])
+def test_the_example_of_a_verb_can_be_run(name: str) -> None:
+    example = VERBS[name].example
+    assert example.startswith(f"headway {name}")
+    files = {"my-deployment.yaml": "local-pd", "my-ray.yaml": "local-pd"}
+    if name in ("coordinator", "ray launch") or name.startswith(("train ", "ray ")):
+        check_mention([files.get(word, word) for word in example.split()])
+    else:
+        check_words(shlex.split(example))
+
+
+def test_the_keys_of_a_deployment_are_options_that_the_help_leaves_to_the_documentation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert exit_status("serve", "--help") == 0
+    assert "--proxy." not in capsys.readouterr().out.replace("--proxy.port 9000", "")
+    printed = printed_by(["serve", "--config", "local-pd", "--proxy.port", "9000"], capsys)
+    assert printed["proxy"]["port"] == 9000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["launch"], "to try a shipped one: --config local-pd"),
+        (["papers", "zzz"], "one of scaling, barrier-tax"),
+        (["train", "fit", "--data.dataset", "x"], "--config survival or --config star"),
+        (["launch", "--config", "INDENT"], "INDENT, line 3, column 2: did not find expected"),
+    ],
+)
+def test_a_usage_error_says_what_to_type(
+    tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "INDENT").write_text("model: smollm2\nproxy: {}\n bad: 3\n")
+    assert exit_status(*(str(tmp_path / one) if one == "INDENT" else one for one in arguments)) == 2
+    reported = capsys.readouterr().err
+    assert said in reported and reported.count("\n") == 2, reported
+
+
 def test_options_are_spelt_with_dashes_or_underscores(capsys: pytest.CaptureFixture[str]) -> None:
     local = ["launch", "--config", str(ROOT / "configs/serve/local-pd.yaml")]
     given = ["--proxy.pool-seconds", "7", "--engine.kv_blocks=9", "--at-once", "2", "--serve"]
@@ -230,6 +276,10 @@ def test_the_version_is_that_of_the_installation(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["launch", "--config", "{tmp}/role.yaml"], "'decoder' is not one of prefill, decode"),
+        (["launch", "--config", "local-pd", "--emulate", "a100"], "shipped are h100-llama-8b"),
+        (["evaluate", "{tmp}/none", "{tmp}/none"], "none: no such folder"),
+        (["batch", "{tmp}/none.jsonl"], "none.jsonl: "),
         (["collect", "{tmp}/out", "--prompts", "{tmp}/empty.jsonl"], "no prompts in it"),
         (["collect", "{tmp}/out", "--prompts", "{tmp}/bad.jsonl"], "bad.jsonl, line 2: not JSON"),
         (["collect", "{tmp}/out", "--record.k", "0"], "`int` >= 1"),
@@ -262,6 +312,9 @@ def test_a_mistake_in_the_input_is_one_line(
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "one"}\n{"prompt": \n')
+    (tmp_path / "role.yaml").write_text(
+        "model: smollm2\ninstances: [{name: a, role: decoder, url: 'http://127.0.0.1:1'}]\n"
+    )
     record(tmp_path / "dataset")
     filled = [argument.format(tmp=tmp_path) for argument in arguments]
     if filled[:2] == ["train", "fit"]:
@@ -269,7 +322,7 @@ def test_a_mistake_in_the_input_is_one_line(
     assert exit_status(*filled) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
-    assert error.startswith(f"headway {filled[0]}: ")
+    assert error.startswith(f"headway {split_verb(filled)[0]}: ")
 
 
 @pytest.mark.parametrize("model", [[], ["--model.lr", "0.1"], ["--model", "PredictorTraining"]])

@@ -23,7 +23,7 @@ from predictor.live.telemetry_messages import TelemetryError
 from predictor.live.zmq_sockets import create_keys
 from rescheduler.commands.command_line import main
 from rescheduler.doctor import doctor as module
-from rescheduler.doctor.doctor import forecast_screen, model_findings
+from rescheduler.doctor.doctor import Finding, forecast_screen, model_findings, next_commands
 from rescheduler.telemetry.subscriber import first_snapshot
 from rescheduler.telemetry.telemetry_view import TelemetryView
 
@@ -281,3 +281,19 @@ def test_wrong_keys_are_said_to_be_wrong(tmp_path: Path) -> None:
         pytest.raises(TelemetryError, match=re.escape(str(tmp_path / "others"))),
     ):
         first_snapshot(open_endpoint, tmp_path / "others", seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "device", "first"),
+    [
+        ("ok", "NVIDIA H200", "python -m benchmarks.gpu_check"),
+        ("ok", "CPU", "headway advise"),
+        ("note", "CPU", "headway advise"),
+    ],
+)
+def test_the_doctor_says_what_to_type_next(vllm: Any, device: str, first: str) -> None:
+    findings = [Finding("torch", "ok", f"2, device: {device}"), Finding("vLLM", vllm, "")]
+    commands = next_commands(findings)
+    assert commands[0].startswith(first)
+    assert ("make install" in commands) is (vllm == "note")
+    assert any("launch" in command for command in commands) is (vllm == "ok")

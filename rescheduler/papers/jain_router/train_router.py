@@ -366,9 +366,9 @@ def train_routers(
             is a place for them; those of the others queue at their instances.
         train_on: title -> key -> value, of simulations to train on, in turn; as configured when
             not given.
-        cases: title -> key -> value, of simulations to compare in; as configured when not given.
+        cases: title -> key -> value, of simulations to compare in; as configured if not set.
         published: label -> improvement over the base in percent, shown beside.
-        workers: trainings at once; one per core when not given.
+        workers: trainings at once; one per core if not set.
 
     Returns:
         The exit status.

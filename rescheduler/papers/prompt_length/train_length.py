@@ -461,7 +461,7 @@ def train_length(
         forest: how it is grown.
         shape: how ends are spread inside a bucket.
         limit: tokens that no request passes: the serving model's context.
-        split_seed: of the split; that of ``hidden_state`` when not given, or 0.
+        split_seed: of the split; that of ``hidden_state`` if not set, or 0.
         seed: of every training.
 
     Raises:

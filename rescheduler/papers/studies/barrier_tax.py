@@ -40,7 +40,7 @@ def barrier_tax(
 
     Args:
         out: folder; run it again to resume.
-        workers: processes at once; one per core when not given.
+        workers: processes at once; one per core if not set.
         config: what all cases share; a step must take a second, and the first policy is the one
             that the others are compared with.
         cases: name -> key -> value, such as ``"8": {cluster.instances: 8, arrivals.rate: 1.8}``.

@@ -70,7 +70,7 @@ def fairbatching(
 
     Args:
         out: folder; run it again to resume.
-        workers: processes at once; one per core when not given.
+        workers: processes at once; one per core if not set.
         config: what all share.
         cases: name -> key -> value: workloads, objectives, clusters.
         systems: name -> key -> value, such as ``Sarathi: {prefill.formation: sarathi}``.

@@ -35,7 +35,7 @@ def rescheduling(
 
     Args:
         out: folder; run it again to resume.
-        workers: processes at once; one per core when not given.
+        workers: processes at once; one per core if not set.
         config: what all cases share; its ``migration.planners`` are compared.
         cases: name -> key -> value, such as ``"8": {cluster.instances: 8, arrivals.rate: 0.3}``.
     """

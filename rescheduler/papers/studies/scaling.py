@@ -56,7 +56,7 @@ def scaling(
 
     Args:
         out: folder; run it again to resume.
-        workers: processes at once; one per core when not given.
+        workers: processes at once; one per core if not set.
         config: what all cases share; with two policies, the baseline first.
         cases: name -> key -> value, such as ``geometric: {trace.name: geometric}``.
         vary: ``cluster.instances`` and ``cluster.slots`` -> values.

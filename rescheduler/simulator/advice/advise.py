@@ -103,22 +103,22 @@ def advise(
             or gzipped. Without arrival times only the overloaded cluster is judged.
         instances: decode instances.
         slots: requests that an instance decodes at once.
-        kv_capacity: context tokens that an instance holds; null is unlimited.
+        kv_capacity: Context tokens that an instance holds. If not set, any number.
         clock: barrier (expert parallelism: all instances step together), independent (replicas),
             or both.
-        load: scale arrivals to this part of the estimated capacity, at most 1.2; as recorded
-            when null.
-        step_time: {name: bfio | moe | batch | table | profile, ...options}, seconds of a step;
-            bfio when null.
-        requests: simulated in a run; when null 20,000, or fewer that generate 20 million tokens,
-            but 8 for each slot at least.
+        load: Scale arrivals to this part of the estimated capacity, at most 1.2. If not set, as
+            recorded.
+        step_time: {name: bfio | moe | batch | table | profile, ...options}: how long a step takes.
+            If not set, bfio.
+        requests: Requests simulated in a run. If not set, 20,000, or fewer that generate 20 million
+            tokens, but at least 8 for each slot.
         seeds: runs of each router.
-        slo: {ttft_s, tpot_s}; judges the requests that meet it instead of mean latency.
-        recording: of a predictor's forecasts (`headway record`), whose error is what real
-            forecasts have; that of the included checkpoint when null.
+        slo: {ttft_s, tpot_s}: judge by the requests that meet these, instead of by mean latency.
+        recording: Take the error of real forecasts from this recording (`headway record`). If not
+            set, from that of the included checkpoint.
         skip_empty: leave out requests without prompt or output tokens.
-        format: headway, azure, burstgpt or mooncake; told by the first line when null.
-        time_unit: s, ms, us or ns, of the arrivals; as the format has it when null. If the trace
+        format: headway, azure, burstgpt or mooncake; told by the first line if not set.
+        time_unit: s, ms, us or ns, of the arrivals; if not set, as the format has it. If the trace
             is implausible in it you are asked.
         json: write all figures to this file.
         out: write advice.json, advice.txt and advice.png to this folder.

@@ -108,16 +108,16 @@ class ClusterConfig(
     """The decode instances, all alike.
 
     Attributes:
-        instances: G.
-        slots: B, requests that an instance decodes at once (vLLM's max_num_seqs).
-        kv_capacity: K, context tokens that an instance's KV cache holds; null is unlimited.
-        prefix_caching: a preempted request that is admitted again computes only those of its
-            tokens that have been overwritten, as vLLM does by default; else all of them.
-        block_tokens: of a block of the KV cache. Half a block is lost to each request on average,
-            which policies, counting tokens, do not see: an instance may have to queue what they
-            place there. 0: nothing is lost.
-        dispatch_s: seconds from a request's placement until its instance can admit it: the way
-            through a proxy and the instance's own server. 0: it can begin at once.
+        instances: Number of instances, G.
+        slots: Requests that an instance decodes at once, B (vLLM's max_num_seqs).
+        kv_capacity: Context tokens that an instance's KV cache holds, K. If not set, any number.
+        prefix_caching: A preempted request that is admitted again computes only its overwritten
+            tokens, as vLLM does by default. Otherwise it computes all of them.
+        block_tokens: Tokens of a block of the KV cache. Each request loses half a block on average,
+            which policies do not see. So an instance may have to queue what they place there. 0:
+            nothing is lost.
+        dispatch_s: Seconds from a request's placement until its instance can admit it: the way
+            through a proxy and the instance's own server. 0: at once.
         victim: whom an instance suspends when its KV cache is full, as `engine.victim` of a
             deployment: newest, or the request with the longest expected rest (by the forecast, as
             `rest`, or by its age), or with the longest context.
@@ -143,7 +143,7 @@ class PoolConfig(_Section, limit=COUNT):
 
     Attributes:
         limit: most requests in it, which is what the policy sees and what is put in order; 256
-            when null, as with `headway serve`. With arrivals of kind revelation, `arrivals.target`
+            if not set, as with `headway serve`. With arrivals of kind revelation, `arrivals.target`
             says it. With instant dispatch there is no limit: a policy is asked about each as it
             comes, or lets them wait.
     """
@@ -165,12 +165,13 @@ class PrefillConfig(
         kind: none (requests come prefilled), stage (separate instances do it, one request at a
             time), or chunked (each instance mixes chunks of prompts into its decode steps).
         instances: servers of a prefill stage.
-        max_batched_tokens: of a step with chunked prefill, decoded tokens included.
+        max_batched_tokens: Tokens of a step with chunked prefill, decoded tokens included.
         formation: of a step with chunked prefill. sarathi takes every decode, and of prompts
             what the token budget leaves; fairbatching takes urgent decodes, prompts, other
             decodes, within the time that the objectives leave; with fairbatching_tokens that is
             a number of tokens, with fairbatching_fixed token_budget.
-        token_budget: of formations whose budget is fixed; max_batched_tokens when null.
+        token_budget: Token budget of formations that have a fixed one. If not set,
+            max_batched_tokens.
         expected_context: context tokens that fairbatching_tokens takes any batch to read, since
             its budget does not see them.
     """
@@ -202,7 +203,8 @@ class AdmissionConfig(_Section):
     """Which requests an instance turns away as they arrive.
 
     Attributes:
-        pab: those whose prompt is beyond its prefill budget, unless it has no request at all.
+        pab: Refuse requests whose prompt is beyond an instance's prefill budget, unless it has no
+            request at all.
         whole_steps: the budget counts the tokens that fall due, not the paper's fractions.
     """
 
@@ -222,11 +224,11 @@ class TransferConfig(
 
     Attributes:
         handshake_s: seconds before its first byte.
-        gigabits_per_second: of the network between two instances.
-        bytes_per_token: of the KV cache; 2 * layers * KV heads * head size * bytes of a number.
-            131,072 is Llama-3-8B's in 16 bits.
-        block_tokens: of a block of the KV cache. A request that is to move decodes on until it
-            has just filled one, since whole blocks are copied; 0: it leaves with its next token.
+        gigabits_per_second: Speed of the network between two instances.
+        bytes_per_token: Bytes of a token in the KV cache: 2 * layers * KV heads * head size * bytes
+            of a number. 131,072 is Llama-3-8B's in 16 bits.
+        block_tokens: Tokens of a block of the KV cache. Whole blocks are copied, so a moving
+            request decodes on until it has just filled one. 0: it leaves with its next token.
     """
 
     handshake_s: float = 0.01
@@ -267,8 +269,8 @@ class PowerConfig(
         max: watts of a busy one.
         gamma: how power follows utilisation u.
         mfu_sat: model FLOPs utilisation at which power saturates (the reading u = mfu / mfu_sat).
-        flops_per_token: of generating one, about twice the model's active parameters.
-        peak_flops: of a GPU, per second; 312e12 is an A100 in BF16.
+        flops_per_token: FLOPs of generating a token, about twice the model's active parameters.
+        peak_flops: FLOPs of a GPU per second. 312e12 is an A100 in BF16.
     """
 
     idle: float = 100.0
@@ -292,7 +294,7 @@ class ArrivalsConfig(_Section, target=COUNT, scale=POSITIVE, rate=POSITIVE, cv=P
     Attributes:
         kind: revelation keeps the pool at `target` (paper 000, always overloaded); trace uses
             the trace's own times; poisson and gamma draw them.
-        target: requests of the pool with kind revelation; 4 an instance when null.
+        target: requests of the pool with kind revelation; 4 an instance if not set.
         scale: multiplies the rate of a trace: 2 makes it arrive twice as fast.
         rate: mean requests per second of poisson and gamma.
         cv: coefficient of variation of gamma's gaps; 1 is poisson, more is burstier.
@@ -340,7 +342,7 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
         prefill: where prompts are computed.
         admission: which requests instances turn away.
         batching: which queued request an instance admits next.
-        drift: tokens that a running request's context gains, a step; repeated cyclically.
+        drift: Tokens that a running request's context gains in a step, repeated cyclically.
         step_time: {name: bfio | moe | batch | table | profile, ...options}, seconds of a step.
         power: of a GPU.
         transfer: of a running request to another instance.
@@ -351,7 +353,8 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
         arrivals: when requests arrive.
         forecast: {name, ...options}: the forecasts of output lengths that policies receive.
         policies: names, or {name, label, ...options}, in a list; or names with commas.
-        orders: in which the pool is served, likewise; each with every policy and planner.
+        orders: Orders in which the pool is served, as policies. Each runs with every policy and
+            planner.
         seeds: runs of each policy, with seeds 0, 1, ...
         slo: {ttft_s, tpot_s} that goodput counts, and that deadlines come from; null leaves it
             out.

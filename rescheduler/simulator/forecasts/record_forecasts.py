@@ -62,10 +62,10 @@ def record(
         dataset: folder of the dataset.
         checkpoint: folder or Hugging Face id of a survival model or a regressor.
         out: Parquet file to write.
-        part: whose requests are recorded; those of `test` were not trained on. Of a dataset that
-            was collected apart, `all`.
-        prompt_checkpoint: of a predictor that reads prompts, whose forecasts are recorded, too. It
-            must not have been trained on these requests: its split may be another.
+        part: Requests to record. Those of `test` were not trained on. Use `all` for a dataset that
+            was collected apart.
+        prompt_checkpoint: Also record the forecasts of this predictor, which reads prompts. It must
+            not have been trained on these requests: its split may differ.
     """
     recorded, left_out = record_forecasts(dataset, checkpoint, out, part, prompt_checkpoint)
     print(

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from shown_commands import ROOT
 
-from rescheduler.commands.command_line import VERBS, load_function, main, split_verb
+from rescheduler.commands.command_line import load_function, main, split_verb
 from rescheduler.commands.command_parser import command_arguments, command_parser, resolved
+from rescheduler.commands.verbs import VERBS
 
 UNCHECKED = ("curl", "envoy", "helm", "jupyter", "kubectl", "openssl", "prometheus", "promtool",
              "ray", "ssh")  # fmt: skip

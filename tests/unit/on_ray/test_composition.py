@@ -177,7 +177,7 @@ def test_without_ray_it_is_said_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main([*verb.split(), "--config", config]) == 1
-    assert "pip install 'headway[ray]'" in capsys.readouterr().err
+    assert "pip install -e '.[ray]'" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings(r"ignore:::ray(\..*)?$")
