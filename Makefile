@@ -9,7 +9,7 @@
 #             engines, other models and versions of vLLM
 # make browser  the page in Chromium: apt-get install chromium
 # make fuzz   damaged input for everything that reads any, 100,000 of each kind (hours)
-# make lint   ruff, mypy --strict, the direction of imports, the documentation
+# make lint   ruff, mypy --strict, the direction of imports, long sentences, the documentation
 # make docs   the documentation site, in site/
 # make notebook  the outputs in examples/, anew
 #
@@ -74,6 +74,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m deploy.language
 	$(MAKE) docs
 
 docs: $(INSTALLED)
