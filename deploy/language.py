@@ -55,8 +55,9 @@ def sentences(page: str) -> Iterator[str]:
 def described(path: Path, names: set[str]) -> Iterator[str]:
     """Yield the sentences of the docstrings of functions of these names, or of all classes."""
     for node in ast.walk(ast.parse(path.read_text())):
-        wanted = isinstance(node, ast.FunctionDef) and node.name in names
-        if wanted or (isinstance(node, ast.ClassDef) and not names):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        if node.name in names or (isinstance(node, ast.ClassDef) and not names):
             text = (ast.get_docstring(node) or "").partition("\nRaises:")[0]
             yield from sentences(re.sub(r"\n +(\w+): ", r"\n\n", text))
 
