@@ -35,7 +35,7 @@ Row = Sequence[str | int | float]
 def inspect(dataset: Path, figure: Path | None = None) -> None:
     """Print counts and length distributions, and draw them.
 
-    Hidden states are never read, so that a dataset of any size is inspected at once.
+    Hidden states are never read. So a dataset of any size is inspected at once.
 
     Args:
         dataset: folder of the dataset.

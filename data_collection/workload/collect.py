@@ -75,7 +75,7 @@ def collect(
         arrivals: when requests arrive.
         record: what is recorded.
         engine: the engine that is started.
-        verbose: show the engine's messages, in place of writing them to ``OUT/engine.log``.
+        verbose: show the engine's messages, instead of writing them to ``OUT/engine.log``.
 
     Raises:
         CollectionError: the collection ended early; the message says what was lost.

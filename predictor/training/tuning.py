@@ -43,7 +43,7 @@ def tune(
         dataset: folder of the dataset.
         predictor: the survival model, or STAR's regressor.
         out: Folder of the study and its table.
-        trials: Trials to have in the end. Those of earlier runs count.
+        trials: Trials to have in the end. Earlier runs' trials count.
         max_epochs: Most epochs of a trial.
         patience: Epochs without a better validation MAE after which a trial stops.
         limit: Last edge of the survival model's grid: the serving model's context in tokens.

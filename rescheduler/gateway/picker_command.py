@@ -25,10 +25,10 @@ def picker(
     An endpoint picker of the Gateway API Inference Extension: Envoy's ext_proc filter, with bodies
     FULL_DUPLEX_STREAMED, asks it where each request goes, and shows it the answer as it passes.
     The engines must be running, each able to prefill and decode; what prefills for others, or
-    moves, needs `headway serve` in place of a gateway.
+    moves, needs `headway serve` instead of a gateway.
 
-    The deployment file is that of `headway serve`. Of its section `proxy`, the picker uses the
-    limits on waiting requests and on bodies, and the health probes. Ctrl-C or SIGTERM stops it,
+    The deployment file is the same as for `headway serve`. Of its section `proxy`, the picker uses
+    the limits on waiting requests and on bodies, and the health probes. Ctrl-C or SIGTERM stops it,
     once the requests that run have ended or `proxy.shutdown_seconds` are over; docs/gateway.md has
     a configuration of Envoy.
 

@@ -155,7 +155,7 @@ def drain(
     soonest: bool = False,
     list: bool = False,
 ) -> None:
-    """Move all requests away from an instance, so that it can be stopped or upgraded.
+    """Move all requests away from an instance, to stop or upgrade it.
 
     It receives no new requests until --undo. Shows how many are left; Ctrl-C stops the display,
     not the draining.
