@@ -262,8 +262,10 @@ class Simulation:
         servers = config.prefill.instances if config.prefill.kind == "stage" else 0
         kernel, ordering = kernel_of(self.policy), self.order.parameters()
         self._kernel = NO_KERNEL if kernel is None else kernel
-        trace, none = setup.trace, np.empty(0, dtype=np.int64)
-        self._caps = trace.recorded.max_tokens if isinstance(trace, ReplayTrace) else none
+        trace, self._learner = setup.trace, setup.forecast.learner()
+        self._caps = np.empty(0, dtype=np.int64)
+        if isinstance(trace, ReplayTrace) and self._learner is None:  # whose templates are others
+            self._caps = trace.recorded.max_tokens
         self._lengths = [RestByAge() for _ in range(rules.n_instances if rules.suspends else 0)]
         self._ended, self._longest = np.zeros((2, rules.n_instances), dtype=np.int64)
         self._noted = 0
@@ -288,8 +290,6 @@ class Simulation:
         self._blocks = timed_blocks(
             setup.trace, generator, arrivals.kind, arrivals.scale, arrivals.rate, arrivals.cv
         )
-        self._learner = setup.forecast.learner()
-        self._learnt = 0
         if self._learner is not None:
             self._blocks = self._learner.forecast(self._blocks)
         self._finished: list[RequestRecords] = []
@@ -475,7 +475,7 @@ class Simulation:
 
     def _next_block(self) -> None:
         scalars, engine = self._scalars, self.engine
-        self._learn_past()
+        self._note_finished()
         block = next(self._blocks, None)
         if block is None:
             scalars["last_block"] = 1
@@ -492,10 +492,12 @@ class Simulation:
         scalars["cursor"] = 0
         scalars["block_length"] = len(block.prompt)
 
-    def _note_lengths(self) -> None:
-        """Tell each instance the lengths of what has ended there."""
+    def _note_finished(self) -> None:
+        """Tell the learner and the instances what has ended since the last time."""
         records = self.engine.cluster.finished[self._noted : self._scalars["finished"]]
         self._noted = int(self._scalars["finished"])
+        if self._learner is not None:
+            self._learner.learn(records)
         for record in records if self._lengths else ():
             g, output = record["instance"], int(record["output"])
             if g != NONE and not np.isnan(record["end"]):
@@ -505,7 +507,7 @@ class Simulation:
                 self._longest[g] = max(self._longest[g], output)
 
     def _learn(self) -> None:
-        self._note_lengths()
+        self._note_finished()
         instances = self.engine.cluster.instances
         for g in np.flatnonzero(instances["unlearned"] > instances["learn_after"]):
             if self._lengths[g].knows:
@@ -516,18 +518,9 @@ class Simulation:
                 instances["learn_after"][g] = self._ended[g] // 16  # as often as it learns
             instances["unlearned"][g] = 0
 
-    def _learn_past(self) -> None:
-        """Learn from the requests that have ended since the last time, if anything does."""
-        if self._learner is not None:
-            count = int(self._scalars["finished"])
-            self._learner.learn(self.engine.cluster.finished[self._learnt : count])
-            self._learnt = count
-
     def _flush(self) -> None:
-        self._note_lengths()
-        self._learn_past()
+        self._note_finished()
         self._noted = 0
-        self._learnt = 0
         count = int(self._scalars["finished"])
         finished = self.engine.cluster.finished[:count]
         columns = (finished[name].copy() for name in RequestRecords._fields)
