@@ -295,7 +295,10 @@ def simulated(number: int, seconds: float, arm: str) -> Mapping[str, float]:
     with trace_of(drawn(number, seconds)) as trace:
         config = SimulationConfig(
             cluster=ClusterConfig(
-                *(DECODE, SLOTS, KV_TOKENS), prefix_caching=True, block_tokens=BLOCK
+                *(DECODE, SLOTS, KV_TOKENS),
+                prefix_caching=True,
+                block_tokens=BLOCK,
+                victim=ARMS[arm].victim,
             ),
             clock="independent",
             step_time=step_time_of(STEP),
