@@ -516,7 +516,7 @@ class Session:
             return
         self._cluster.accounts.ended(mirror, by_itself)
         if followed and self._cluster.forecasts is not None:
-            self._cluster.forecasts.began(next(iter(sharing)))  # what is forecast is of it, too
+            self._cluster.forecasts.handed_over(mirror, next(iter(sharing)))
 
     def _stop_asking(self, mirror: Mirror) -> None:
         asking, mirror.asking = mirror.asking, None

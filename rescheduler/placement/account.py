@@ -9,7 +9,7 @@ from secrets import token_bytes
 from typing import Any
 
 Group = Hashable
-"""What stands for the instances that have a model."""
+"""What stands for the instances for which requests for a model compete."""
 
 _KEPT = 0.95
 """Of what was learnt, with each request that ends: about the last twenty count."""

@@ -220,15 +220,16 @@ class Accounts:
         ahead: dict[tuple[Account, Group], float] = {}
         strictest: dict[Account, float] = {}
         leading: list[R] = []
-        rivals = {(request.account, request.group) for request in waiting}
-        least = min((self.ahead(*rival) for rival in rivals), default=0.0)
+        least: dict[Group, float] = {}
+        for account, group in {(request.account, request.group) for request in waiting}:
+            least[group] = min(self.ahead(account, group), least.get(group, inf))
         for request in urgent:
             account, rival = request.account, (request.account, request.group)
             if rival not in ahead:
                 ahead[rival] = self.ahead(*rival)
                 strictest[account] = max(account.strictness.values(), default=0.0)
             kept, one_more = strictest[account] < _BREAKS, self.mean_service / account.weight
-            if kept and ahead[rival] <= least + one_more:
+            if kept and ahead[rival] <= least.get(request.group, 0.0) + one_more:
                 ahead[rival] += one_more
                 leading.append(request)
         return leading

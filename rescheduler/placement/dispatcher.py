@@ -228,7 +228,7 @@ class Dispatcher(Generic[R]):
         self._prefills = [one for one in instances if one.instance.role == "prefill"]
         self._decodes = [one for one in instances if one.instance.role == "decode"]
         for accounts in (self.accounts, self.background_accounts):
-            accounts.group_of = self._lacking
+            accounts.group_of = self._connected
         at_once = JSQLoad() if policy.holds_back() else policy
         self._decides = GuardedPolicy(policy, clock)
         self._decides_at_once = GuardedPolicy(at_once, clock)
@@ -247,6 +247,8 @@ class Dispatcher(Generic[R]):
             options.background,
             clock,
         )
+        self._listed: list[frozenset[str] | None] = []
+        self._components: list[Instances] = []
         self._dispatched = 0
         self._round_due = self._undecided = False
         self._last_round = -inf
@@ -447,6 +449,35 @@ class Dispatcher(Generic[R]):
                 places, decision = self._assign(alike, instances, policy)
                 for request, instance in zip(alike, places, strict=True):
                     yield request, instance, decision
+
+    def _connected(self, model: str) -> Instances:
+        """Return the instances for which requests for a model compete, with whom these compete too.
+
+        Two are connected if they have a model in common, prefill instances among them. No instance
+        stands for all of them, as where one has not listed its models. A name that none has goes
+        with the first that are connected.
+        """
+        listed = [one.models for one in (*self._prefills, *self._decodes)]
+        if listed != self._listed:
+            self._listed, self._components = listed, self._found_components()
+        if len(self._components) < 2:
+            return frozenset()
+        chosen = (one for one in self._components if any(each.serves(model) for each in one))
+        return next(chosen, self._components[0])
+
+    def _found_components(self) -> list[Instances]:
+        components: list[Instances] = []
+        models: list[frozenset[str]] = []
+        for instance in (*self._prefills, *self._decodes):
+            if instance.models is None:
+                return []
+            joined, names = frozenset({instance}), instance.models
+            for k in reversed(range(len(components))):
+                if models[k] & instance.models:
+                    joined, names = joined | components.pop(k), names | models.pop(k)
+            components.append(joined)
+            models.append(names)
+        return components
 
     def _lacking(self, model: str) -> Instances:
         """Return the decode instances without a model; none where no instance is known to have it.

@@ -117,7 +117,7 @@ class LiveForecasts:
         self._telemetry = telemetry
         self._tables: dict[tuple[int, ...], ForecastTable] = {}
         self._mean_length = _FIRST_MEAN
-        self._running: dict[str, Placeable] = {}
+        self._running: dict[str, dict[Placeable, None]] = {}
         self._shared: set[str] = set()  # names that two requests have: nobody knows whose it is
         self._ended: OrderedDict[str, None] = OrderedDict()  # what is on its way is not for others
         self._grids: dict[str, tuple[int, ...]] = {}
@@ -144,25 +144,36 @@ class LiveForecasts:
 
     def began(self, request: Placeable) -> None:
         """Expect forecasts of a request, which may have the id of an earlier one."""
-        self._ended.pop(request.external_id, None)
-        if self._running.get(request.external_id, request) is not request:
-            self._shared.add(request.external_id)
-            self._drop(request.external_id)
-        self._running[request.external_id] = request
+        name = request.external_id
+        self._ended.pop(name, None)
+        running = self._running.setdefault(name, {})
+        running[request] = None
+        if len(running) > 1 and name not in self._shared:
+            self._shared.add(name)
+            self._drop(name)
+
+    def handed_over(self, request: Placeable, other: Placeable) -> None:
+        """Have another take a request's place: what is forecast is of it, too."""
+        running = self._running.setdefault(request.external_id, {})
+        running.pop(request, None)
+        running[other] = None
 
     def ended(self, request: Placeable, by_itself: bool) -> None:
         """Forget a request, and learn its length if it ended by itself.
 
         One that its ``max_tokens`` cut only says that answers are at least as long.
         """
-        if self._running.get(request.external_id) is request:
-            del self._running[request.external_id]
-            self._shared.discard(request.external_id)
-        if self._telemetry is not None:  # else no forecast is on its way
-            self._ended[request.external_id] = None
+        name = request.external_id
+        running = self._running.get(name, {})
+        running.pop(request, None)
+        if not running:
+            self._running.pop(name, None)
+            self._shared.discard(name)
+        if not running and self._telemetry is not None:  # else no forecast is on its way
+            self._ended[name] = None
             if len(self._ended) > _KEPT:
                 self._ended.popitem(last=False)
-            self._drop(request.external_id)
+            self._drop(name)
         if by_itself and request.generated_tokens and not request.several:
             more = request.generated_tokens - self._mean_length
             self._mean_length += _WEIGHT * (max(0.0, more) if request.was_cut else more)
@@ -228,14 +239,14 @@ class LiveForecasts:
             newest &= (rows < 0) | (batch.context >= table.context[rows])
         own = np.zeros(len(newest), dtype=bool)
         for i, name in enumerate(batch.names):
-            request = self._running.get(name)
+            request = next(iter(self._running.get(name, ())), None)
             if request is not None and self._is_one(name):
                 at = {one.name for one in (request.instance, request.destination) if one}
                 own[i] = batch.instance in at
                 newest[i] = own[i] or (newest[i] and self._made_by.get(name) not in at)
         chosen = np.flatnonzero(newest)
         for i in chosen.tolist():
-            request = self._running.get(batch.names[i])
+            request = next(iter(self._running.get(batch.names[i], ())), None)
             if request is not None and own[i] and not request.movable:
                 prompt = int(batch.prompt_tokens[i])
                 generated = int(batch.context[i]) - prompt

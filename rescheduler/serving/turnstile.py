@@ -18,6 +18,7 @@ class Turnstile:
 
     def __init__(self) -> None:
         self._let_in = 0
+        self._put_back = 0  # of those too late, in this turn: before whoever was not woken
         self._began = 0.0
         self._woken = False
         self._too_late: deque[asyncio.Future[None]] = deque()
@@ -32,7 +33,8 @@ class Turnstile:
         await turn
         while not self._lets_in():
             turn = asyncio.get_running_loop().create_future()
-            self._too_late.append(turn)
+            self._too_late.insert(self._put_back, turn)
+            self._put_back += 1
             await turn
 
     def _lets_in(self) -> bool:
@@ -49,9 +51,13 @@ class Turnstile:
         return True
 
     def _turn(self) -> None:
-        """Let in anew, in their order: those that wait take their turn before any other comes."""
-        woken = self._let_in = 0
-        while woken < _AT_ONCE and (turn := self._next()) is not None:
+        """Let in anew, in their order: those that wait take their turn before any other comes.
+
+        At most twice as many as in the last turn: few are too late, and go before who comes next.
+        """
+        most = min(_AT_ONCE, 2 * self._let_in + 1)
+        woken = self._let_in = self._put_back = 0
+        while woken < most and (turn := self._next()) is not None:
             if not turn.done():  # its client has not left
                 turn.set_result(None)
                 woken += 1

@@ -404,6 +404,22 @@ async def test_metrics_say_how_much_one_account_has(flooded: Cluster) -> None:
         asking.cancel()
 
 
+@pytest.mark.cluster(decodes=3)
+async def test_models_that_have_an_instance_in_common_are_one_line(it: Cluster) -> None:
+    """Else who asks for an adapter waits for ever behind those who renew their model's clock."""
+    group_of = it.proxy.cluster.accounts.group_of
+    for each in it.proxy.cluster.all:
+        each.models = frozenset({"base"})
+    _, second, third = it.proxy.cluster.decodes
+    second.models = frozenset({"base", "adapter"})
+    assert group_of("base") == group_of("adapter") == group_of("") == group_of("unknown")
+    third.models = frozenset({"other"})
+    assert group_of("other") == {third}
+    assert group_of("base") == group_of("adapter") == {*it.proxy.cluster.all} - {third}
+    third.models = None
+    assert group_of("other") == group_of("base")
+
+
 @pytest.mark.cluster(decodes=1)
 async def test_embeddings_as_bytes_come_with_what_describes_and_counts_them(it: Cluster) -> None:
     items = [{"index": i, "start": 0, "end": 4, "shape": [2]} for i in range(2_000)]

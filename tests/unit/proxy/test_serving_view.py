@@ -149,10 +149,14 @@ def test_what_is_said_of_a_name_that_two_requests_have_counts_for_neither(heard:
     heard.receive(snapshot_of("a", 0, EDGES, job=[1.0, 0.8, 0.4, 0.0]))
     assert later.prompt_tokens == 10
     assert not heard.forecasts.has(later.external_id)
+    heard.forecasts.ended(later, by_itself=False)
+    heard.forecasts.began(later)  # while the earlier one still runs
+    heard.receive(snapshot_of("a", 1, EDGES, job=[1.0, 0.8, 0.4, 0.0]))
+    assert later.prompt_tokens == 10
     for each in (later, earlier):
         heard.forecasts.ended(each, by_itself=False)
     heard.forecasts.began(later)
-    heard.receive(snapshot_of("a", 1, EDGES, job=[1.0, 0.8, 0.4, 0.0]))
+    heard.receive(snapshot_of("a", 2, EDGES, job=[1.0, 0.8, 0.4, 0.0]))
     assert heard.forecasts.has(later.external_id)
 
 

@@ -22,6 +22,7 @@ COSTS: dict[str, Any] = {
     "kv_bytes_per_token": 10_000.0,
     "step_seconds": 0.02,
 }
+BALANCES: dict[str, Any] = {"tolerance": 1.0, "crowded": 100.0}  # whatever that does to memory
 
 
 def config(**changes: Any) -> SimulationConfig:
@@ -92,7 +93,12 @@ def test_the_engine_has_the_inputs_of_its_view(forecast: dict[str, Any], points:
 
 
 @pytest.mark.parametrize(
-    "planner", [Star(prediction=False, **COSTS), Star(**COSTS), Survival(**COSTS)]
+    "planner",
+    [
+        Star(prediction=False, **BALANCES, **COSTS),
+        Star(**BALANCES, **COSTS),
+        Survival(**BALANCES, **COSTS),
+    ],
 )
 def test_planners_balance_the_instances(planner: Any) -> None:
     nobody, moved = simulate(None), simulate(planner)
