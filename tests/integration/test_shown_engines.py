@@ -44,11 +44,13 @@ def parsed(commands: list[list[str]]) -> list[dict[str, Any]]:
 
 def test_vllm_and_headway_read_what_the_pages_give_them(tmp_path: Path) -> None:
     commands = shown_engines(tmp_path)
-    assert len(commands) == 5
+    assert len(commands) == 7
     for one in run_forked(parsed, commands):
         section = one["additional_config"]
         assert one["model"]
-        if "batching" in section["headway"]:
+        if not section:
+            assert one["worker_cls"] == "auto"  # a connector alone
+        elif "batching" in section["headway"]:
             assert read_batching_config(section).admission
         elif "predictor" in one["worker_cls"]:
             assert read_capture_config(section, LiveConfig).forecast
