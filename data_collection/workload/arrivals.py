@@ -14,6 +14,9 @@ from data_collection.files import text_lines
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 
+LONGEST = 10_000_000
+"""Tokens above which a length is taken for a mistake."""
+
 SAMPLED = 10_000
 """Requests from the beginning of a trace by which its unit is judged."""
 

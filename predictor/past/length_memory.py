@@ -178,7 +178,7 @@ def note(
 
 
 class PastError(ValueError):
-    """A file that is no memory of lengths."""
+    """A file that does not hold a memory of lengths."""
 
 
 class Recalled(NamedTuple):
@@ -379,7 +379,7 @@ class LengthMemory:
 
         Raises:
             OSError: the file cannot be read.
-            PastError: it is no memory of lengths, or larger than one of so many keys can be.
+            PastError: it does not hold a memory of lengths, or is too large for so many keys.
         """
         most = max(keys, 1 << 20) * 2 * ENTRY.itemsize + (1 << 20)
         if path.stat().st_size > most:

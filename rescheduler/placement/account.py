@@ -31,7 +31,8 @@ class Account:
         strictness: of its promises, by their level.
         settled: virtual service of the requests that have ended, by group: what one model's
             instances have served is no debt to others.
-        charges: what each request that has a place is expected to take, not over the weight.
+        charges: what each request that has a place is expected to take, not over the weight. The
+            group of each is among those of ``settled``.
         mean_service: of its requests that have ended; None before any has.
     """
 
@@ -48,7 +49,10 @@ class Account:
 
     def served(self, group: Group) -> float:
         """Return its virtual service so far, with what requests that run are expected to take."""
-        running = sum(one for request, one in self.charges.items() if request.group == group)
+        if len(self.settled) == 1 and group in self.settled:  # as of nearly all
+            running = sum(self.charges.values())
+        else:
+            running = sum(one for request, one in self.charges.items() if request.group == group)
         return self.settled.get(group, 0.0) + running / self.weight
 
     def lift(self, group: Group, virtual_time: float) -> None:

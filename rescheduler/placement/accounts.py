@@ -136,7 +136,7 @@ class Accounts:
         charges = request.account.charges
         if request not in charges:
             group = request.group = self.group_of(request.model)
-            settled = request.account.settled.get(group, 0.0)
+            settled = request.account.settled.setdefault(group, 0.0)
             self.virtual_times[group] = max(self.virtual_times.get(group, 0.0), settled)
         left = max(corrected(request, request.foreseen_tokens) - request.generated_tokens, 0.0)
         charges[request] = self.service(request, left * request.answers)

@@ -50,7 +50,7 @@ def prefix_keys(body: Mapping[str, Raw], salt: bytes) -> KeyArray:
             digest.update(part[start : start + _PIECE])
             keys.append(digest.digest())
         digest.update(b"\0")
-        if is_template:  # its beginning is no key of its own
+        if is_template:  # only all of it has a key
             keys = [digest.digest()]
     return np.frombuffer(b"".join(keys), dtype=np.uint64)
 

@@ -174,9 +174,9 @@ class Proxy:
         """Count a request's end, and learn from its length."""
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
-        if self._past is not None:
-            self._past.ended(request, outcome == "ok")
         try:
+            if self._past is not None:
+                self._past.ended(request, outcome == "ok")
             if self.reports is not None:
                 self.reports.ended(request, outcome == "ok")
         finally:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from data_collection.workload.arrivals import LONGEST
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.placement.placeable import Placeable
 
@@ -22,8 +23,6 @@ _SECONDS = 1.0
 _MOST_HELD = 65_536
 """Requests that have ended and wait for the line of one that came before them."""
 _LONGEST_LINE = 128
-_LONGEST = 10_000_000
-"""Tokens above which readers take a length for a mistake."""
 _OWN_LENGTH = ("ok", "client_gone")
 """Outcomes of requests that had the length which they or their clients gave them."""
 
@@ -76,7 +75,7 @@ class TraceWriter:
         size, header = os.fstat(self._file).st_size, HEADER.encode()
         if not header.startswith(os.pread(self._file, len(header), 0)):
             raise DeploymentError(
-                f"--trace: {self._path} exists and is no trace of `headway serve`; name another "
+                f"--trace: {self._path} exists and is not a trace of `headway serve`; name another "
                 "file"
             )
         if size < len(header):  # empty, or a crash has cut its first line
@@ -107,7 +106,7 @@ class TraceWriter:
         prompt, output = request.prompt_tokens, request.generated_tokens
         known = request.prompt_is_known and not request.several and outcome in _OWN_LENGTH
         line = ""
-        if known and 0 < prompt <= _LONGEST and 0 < output <= _LONGEST:
+        if known and 0 < prompt <= LONGEST and 0 < output <= LONGEST:
             line = f"{prompt},{output},{client}\n"
         self._left_out += not line
         if request in self._lines:

@@ -493,7 +493,7 @@ class Simulation:
         scalars["block_length"] = len(block.prompt)
 
     def _note_finished(self) -> None:
-        """Tell the learner and the instances what has ended since the last time."""
+        """Tell the learner and the instances which requests have ended since the last call."""
         records = self.engine.cluster.finished[self._noted : self._scalars["finished"]]
         self._noted = int(self._scalars["finished"])
         if self._learner is not None:

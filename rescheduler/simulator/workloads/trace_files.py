@@ -18,6 +18,7 @@ import numpy as np
 from data_collection.files import ParquetFileError, text_lines
 from data_collection.workload.arrivals import (
     EXPECTED,
+    LONGEST,
     SAMPLED,
     Expected,
     TimeSample,
@@ -409,9 +410,6 @@ GENERATORS = Registry[Trace](
     },
 )
 """Name in a configuration -> trace that is drawn, not read."""
-
-LONGEST = 10_000_000
-"""Tokens above which a length is taken for a mistake."""
 
 _LONGEST_LINE, _LONGEST_CLIENT = 1 << 20, 256
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from running_command import next_line, running
 from scripted_cluster import PROMPT, Cluster, until
 
+from data_collection.workload.arrivals import LONGEST
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.placement.placeable import Placeable
 from rescheduler.proxy import trace_writer
 from rescheduler.proxy.trace_writer import HEADER, TraceWriter
-from rescheduler.simulator.workloads.trace_files import LONGEST, TraceFile
+from rescheduler.simulator.workloads.trace_files import TraceFile
 
 Rows = list[tuple[float, int, int]]
 

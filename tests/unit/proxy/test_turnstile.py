@@ -5,13 +5,9 @@ import asyncio
 from rescheduler.serving.turnstile import Turnstile
 
 
-async def test_a_burst_is_let_in_a_few_at_a_turn_in_its_order() -> None:
-    turnstile, entered, loop = Turnstile(), list[int](), asyncio.get_running_loop()
-    sizes, before = list[int](), 0
-
-    async def enter(i: int) -> None:
-        await turnstile.enter("a")
-        entered.append(i)
+def sizes_of_turns(entered: list[int]) -> list[int]:
+    """Return a list that gets, with each turn of the loop, how many more have entered."""
+    loop, sizes, before = asyncio.get_running_loop(), list[int](), 0
 
     def look() -> None:
         nonlocal before
@@ -20,6 +16,17 @@ async def test_a_burst_is_let_in_a_few_at_a_turn_in_its_order() -> None:
         loop.call_soon(look)
 
     loop.call_soon(look)
+    return sizes
+
+
+async def test_a_burst_is_let_in_a_few_at_a_turn_in_its_order() -> None:
+    turnstile, entered = Turnstile(), list[int]()
+    sizes = sizes_of_turns(entered)
+
+    async def enter(i: int) -> None:
+        await turnstile.enter("a")
+        entered.append(i)
+
     await asyncio.gather(*(enter(i) for i in range(200)))
     assert entered == list(range(200))
     assert max(sizes) <= 32, "so that others have their turn between them"
@@ -61,7 +68,7 @@ async def test_a_burst_of_one_client_does_not_hold_back_another() -> None:
 async def test_a_turn_ends_sooner_the_longer_those_that_it_lets_in_take() -> None:
     """And they stay in their order."""
     turnstile, entered, loop = Turnstile(), list[int](), asyncio.get_running_loop()
-    sizes, before = list[int](), 0
+    sizes = sizes_of_turns(entered)
 
     async def enter(i: int) -> None:
         await turnstile.enter("ab"[i % 2])
@@ -70,13 +77,6 @@ async def test_a_turn_ends_sooner_the_longer_those_that_it_lets_in_take() -> Non
         while loop.time() - began < 0.003:
             pass
 
-    def look() -> None:
-        nonlocal before
-        sizes.append(len(entered) - before)
-        before = len(entered)
-        loop.call_soon(look)
-
-    loop.call_soon(look)
     await asyncio.gather(*(enter(i) for i in range(60)))
     assert entered == list(range(60))
     assert max(sizes) <= 4
