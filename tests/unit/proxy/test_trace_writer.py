@@ -130,7 +130,7 @@ def test_a_second_writer_and_a_file_of_another_kind_are_refused(tmp_path: Path) 
     assert path.stat().st_mode & 0o077 == 0, "who came when concerns nobody else"
     other = tmp_path / "notes.txt"
     other.write_text("notes\n" * 20)
-    with pytest.raises(DeploymentError, match="is no trace"):
+    with pytest.raises(DeploymentError, match="is not a trace"):
         TraceWriter(other, MB)
     assert other.read_text() == "notes\n" * 20
     os.mkfifo(tmp_path / "pipe")
