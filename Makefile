@@ -81,7 +81,7 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 notebook: $(INSTALLED)
-	$(BIN)/python -m nbconvert --config examples/nbconvert_config.py --to notebook --execute --inplace examples/from_dataset_to_routing.ipynb
+	$(BIN)/python -m nbconvert --config examples/nbconvert_config.py --to notebook --execute --inplace examples/*.ipynb
 
 install: $(INSTALLED)
 

@@ -59,22 +59,24 @@ from benchmarks.support.experiment import (
     step_logs,
 )
 from benchmarks.support.report import Cells, by_round, change, mean_of, relative_cells
-from rescheduler.demo.demo_load import metric_total, preemptions
-from rescheduler.demo.scripted_load import (
+from rescheduler.demo.load import (
     MAX_TOKENS,
     EmulatedAnswer,
     EmulatedRequest,
     answer_figures,
     asked_body,
     changed_answers,
+    metric_total,
+    preemptions,
     serve_load,
     step_sums,
 )
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
-from rescheduler.engines.deployment import BackgroundOptions, Deployment
+from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.emulated_deployment import model_to_load
 from rescheduler.engines.launch_engines import Launched
 from rescheduler.engines.launch_process import ServerProcess
+from rescheduler.engines.proxy_options import BackgroundOptions
 from rescheduler.simulator.results.report import markdown_table
 
 PROFILE, REPLICAS, SLOTS, KV_TOKENS = "h100-llama-8b", 2, 32, 60_000
@@ -383,7 +385,7 @@ def _judged(
     for line in lines:
         body = line["response"]["body"]
         tokens, text = body["usage"]["completion_tokens"], body["choices"][0]["text"]
-        answers.append(EmulatedAnswer(asked[line["custom_id"]], tokens=tokens, text=text))
+        answers.append(EmulatedAnswer(asked[line["custom_id"]], tokens=tokens, pieces=[text]))
     errors = out.with_name("answers.errors.jsonl").read_text().splitlines()
     return KilledBatch(
         requests=len(load),

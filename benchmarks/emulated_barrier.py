@@ -44,12 +44,8 @@ from benchmarks.support.experiment import (
 )
 from benchmarks.support.report import by_round, change, mean_of, relative_cells
 from benchmarks.support.stream_client import session
-from rescheduler.demo.scripted_load import EmulatedRequest, asked_body, step_rows
-from rescheduler.emulation.emulate_options import (
-    AnswerLengths,
-    EmulateOptions,
-    StepSeconds,
-)
+from rescheduler.demo.load import EmulatedRequest, asked_body, step_rows
+from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions, StepSeconds
 from rescheduler.engines.deployment import Deployment
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,

@@ -41,12 +41,13 @@ from benchmarks.support.experiment import (
     step_logs,
 )
 from benchmarks.support.report import Rounds, by_round, mean_of
-from rescheduler.demo.demo_load import moves, preemptions
-from rescheduler.demo.scripted_load import (
+from rescheduler.demo.load import (
     EmulatedAnswer,
     EmulatedRequest,
     answer_figures,
     changed_answers,
+    moves,
+    preemptions,
     serve_load,
     step_rows,
     step_sums,

@@ -45,7 +45,7 @@ from benchmarks.emulated_fleet import (
 )
 from benchmarks.support.experiment import MOST_EXCESS, Run, drawn_load
 from benchmarks.support.report import arguments, resumable, write_report
-from rescheduler.demo.scripted_load import TPOT_S, TTFT_S, EmulatedRequest
+from rescheduler.demo.load import TPOT_S, TTFT_S, EmulatedRequest
 from rescheduler.emulation.emulate_options import StepSeconds, read_machine
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,

@@ -25,7 +25,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -35,17 +35,17 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks.support.live_runs import completed
+from benchmarks.support.live_runs import CONTINUOUS_USAGE, TimedAnswer, completed
 from benchmarks.support.report import arguments, report
 from data_collection.files import write_text_atomically
 from data_collection.models import resolve_model
 from rescheduler.commands.event_loop import ending_signals_raised
-from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest
+from rescheduler.demo.load import LoadRequest, serve_answers
 from rescheduler.engines.deployment import EngineOptions
 from rescheduler.engines.engine_command import check_versions, cpu_interpreter, lone_engine_command
-from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.engines.launch_process import ServerGroup, ServerProcess
+from rescheduler.engines.launch_progress import LaunchProgress
 from rescheduler.profiling.profile_command import profile as measure_profile
 from rescheduler.simulator.results.report import markdown_table
 from rescheduler.simulator.workloads.trace import TraceBlock, first_requests
@@ -107,19 +107,26 @@ class Case:
         return folder / f"{name}.json"
 
 
-class TokenLoad(LoadRun):
-    """A load of prompts given as tokens, each with the objectives that its engine is given."""
+def asked_of(salt: str, case: Case | None) -> Callable[[LoadRequest], dict[str, Any]]:
+    """Return what is asked for a prompt of so many tokens, with the objectives it is given."""
 
-    def __init__(self, url: str, load: Sequence[LoadRequest], salt: str, case: Case | None) -> None:
-        super().__init__(url, MODEL, load, salt, temperature=0.0)
-        self._case = case
-
-    def asked(self, request: LoadRequest) -> tuple[str, dict[str, Any]]:
+    def asked(request: LoadRequest) -> dict[str, Any]:
         prompt = np.random.default_rng(request.seed).integers(1000, _TOKENS, int(request.prompt))
-        asked = {"prompt": prompt.tolist(), "min_tokens": request.max_tokens, "ignore_eos": True}
-        if self._case is not None and self._case.informed:
-            asked["vllm_xargs"] = {"ttft_s": self._case.ttft_s, "tpot_s": self._case.tpot_s}
-        return "/v1/completions", asked
+        body = {
+            "model": MODEL,
+            "prompt": prompt.tolist(),
+            "max_tokens": request.max_tokens,
+            "min_tokens": request.max_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "cache_salt": salt,
+            "stream_options": CONTINUOUS_USAGE,
+        }
+        if case is not None and case.informed:
+            body["vllm_xargs"] = {"ttft_s": case.ttft_s, "tpot_s": case.tpot_s}
+        return body
+
+    return asked
 
 
 def main() -> None:
@@ -216,8 +223,9 @@ class Deployed:
             LoadRequest(f"{i}", str(int(prompt)), int(output), part.start + i, float(arrival))
             for i, (prompt, output, arrival) in enumerate(rows)
         ]
-        run = TokenLoad(url, load, f"{case.system}-{time.time():.0f}", case)
-        served = asyncio.run(completed(run, PATIENCE))
+        served = [TimedAnswer(request) for request in load]
+        asked = asked_of(f"{case.system}-{time.time():.0f}", case)
+        asyncio.run(completed(serve_answers(url, served, asked), served, PATIENCE))
         failed = [one.error for one in served if one.error and not one.error.startswith(REJECTED)]
         if failed:
             raise RuntimeError(
@@ -301,8 +309,9 @@ def measured_alone(folder: Path) -> dict[str, float]:
     if not kept.is_file():
         load = [LoadRequest(f"alone-{i}", "180", 40, i, 4.0 * i) for i in range(6)]
         with engines(folder, ["vllm"], 0) as urls:
-            run = TokenLoad(urls["vllm"], load, "alone", case=None)
-            served = asyncio.run(run.run())[1:]  # the first warms up
+            answers = [TimedAnswer(request) for request in load]
+            asyncio.run(serve_answers(urls["vllm"], answers, asked_of("alone", None)))
+        served = answers[1:]  # the first warms up
         alone = {
             "ttft": float(np.mean([one.ttft for one in served])),
             "tpot": float(np.mean([one.tpot for one in served])),
@@ -354,7 +363,7 @@ def met(case: Case, one: dict[str, Any]) -> bool:
     return bool(one["ttft"] <= case.ttft_s and one["worst_tpot"] <= case.tpot_s)
 
 
-def worst_tpot(one: ServedRequest) -> float:
+def worst_tpot(one: TimedAnswer) -> float:
     """Return the greatest running mean of seconds per token after the first, 0 for one token."""
     first = one.chunks[0] if one.chunks else None
     return max(

@@ -14,6 +14,9 @@ each, ask for two answers of 120 tokens at a time, again and again. Beside them 
 - ``split``: four requests of 125 tokens at a time for each one of 500.
 - ``rare``: prompts of 6,000 rare characters, as fast as it can.
 - ``scrape``: reads /metrics as fast as it can.
+- ``peer``: the 16 requests of ``asks`` by another proxy of the same coordinator, which says of each
+  that it has waited for ten days.
+- ``fellow``: the same by a proxy that does not lie, to compare.
 
 The proxy orders by ``boost`` with forecasts from prompts. With accounts, ``order.fairness`` is 1;
 without, every request is of the same account. Both proxies stand before the same engine and are
@@ -26,11 +29,13 @@ and the longest stretch so far for which the proxy's event loop computed: the fl
 
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +53,39 @@ from benchmarks.support.report import (
     rotated,
     write_report,
 )
-from rescheduler.demo.demo_load import metric_in
+from benchmarks.support.server_process import server
+from rescheduler.demo.load import metric_in
 from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.emulation.scripted_answers import LENGTH, SEED
-from rescheduler.engines.deployment import AccountOptions, Deployment, EngineOptions
-from rescheduler.engines.launch_local import local_deployment
+from rescheduler.engines.deployment import CoordinatorOptions, Deployment, EngineOptions
+from rescheduler.engines.launch_local import free_ports, local_deployment, write_deployment
+from rescheduler.engines.proxy_options import AccountOptions
 from rescheduler.simulator.results.report import markdown_table
 
 PROFILE, SLOTS, POOL = "h100-llama-8b", 8, 64
 HONEST, EACH, TOKENS = 8, 2, 120
 CHECKPOINT = "checkpoints/smollm2-135m-instruct-prompt"
 HEADER = "X-Same"
-ATTACKS = (*("none", "rare", "scrape", "asks", "promises", "plain", "filler", "split", "flood"),)
-COMPARED = {"promises": "asks", "filler": "plain", "split": "plain"}
+ATTACKS = (
+    *("none", "rare", "scrape", "asks", "promises", "plain", "filler", "split"),
+    *("fellow", "peer", "flood"),
+)
+COMPARED = {"promises": "asks", "filler": "plain", "split": "plain", "peer": "fellow"}
 ARMS = ("without", "with")
 WARM_SECONDS = 4.0
 REFUSED_SECONDS = 0.5  # as the openai library waits at first
 _PROMPT = "Tell me how to plan a journey along the river, with a budget and a packing list."
 _FILLER = "2+2=? Answer with one word. " * 16
 _RARE = "".join(chr(code) for code in range(0x20000, 0x20000 + 1500)) * 4
+_LIES = """
+import sys
+from msgspec.structs import replace
+from rescheduler.commands.command_line import main
+from rescheduler.coordination.link import Link
+true = Link._record
+Link._record = lambda link, request: replace(true(link, request), waited=864000.0)
+sys.exit(main())
+"""
 
 
 @dataclass
@@ -107,6 +126,7 @@ def _summary(figures: Mapping[str, float]) -> dict[str, float]:
     of = {
         "selfish_gain_promise": ("with_selfish_gain_promises_percent", 0.0),
         "selfish_gain_filler": ("with_selfish_gain_filler_percent", 0.0),
+        "selfish_gain_peer": ("with_selfish_gain_peer_percent", 0.0),
         "honest_answers_with_flood": ("with_flood_honest_percent", 100.0),
         "loop_stall_ms_prompts": ("with_rare_stall_ms", 0.0),
     }
@@ -124,12 +144,19 @@ Results = dict[tuple[str, str], dict[int, dict[str, float]]]
 
 def _measured(folder: Path, attacks: Sequence[str], rounds: int, seconds: float) -> Results:
     results: Results = {(arm, name): {} for arm in ARMS for name in attacks}
+    networks = (f"127.{i}.{j}" for i in count() for j in range(1, 255))
     deployment = _deployment()
-    with engines(deployment, folder), _proxies(deployment, folder) as urls:
+    with engines(deployment, folder), ExitStack() as stack:
+        urls = stack.enter_context(_proxies(deployment, folder))
+        if "peer" in attacks:
+            for arm, one in (("with", deployment), ("without", _same_account(deployment))):
+                urls |= _peers(stack, one, folder, arm)
         for number in range(rounds):
             for name in attacks:
                 for arm in rotated(list(ARMS), number):
-                    attack = Attack(urls[arm], deployment.served_name, name, seconds)
+                    url = urls.get(f"{arm}_peers" if name in ("fellow", "peer") else arm, "")
+                    selfish_url, model = urls.get(f"{arm}_{name}", url), deployment.served_name
+                    attack = Attack(url, selfish_url, model, name, seconds, next(networks))
                     figures = asyncio.run(attack.run())
                     results[arm, name][number] = figures
                     shown = ", ".join(f"{key} {value:.3g}" for key, value in figures.items())
@@ -149,23 +176,53 @@ def _deployment() -> Deployment:
     return replace(made, proxy=options, order=order, prompt_checkpoint=CHECKPOINT)
 
 
-@contextmanager
-def _proxies(deployment: Deployment, folder: Path) -> Iterator[Mapping[str, str]]:
-    """Run a proxy with accounts and one without; yield their addresses."""
+def _same_account(deployment: Deployment) -> Deployment:
+    """Return the deployment with one account for all clients."""
     port = deployment.proxy.port + 100
     same = replace(deployment.proxy, port=port, accounts=AccountOptions(header=HEADER))
-    without = replace(deployment, proxy=same, order={"name": "boost"})
+    return replace(deployment, proxy=same, order={"name": "boost"})
+
+
+def _peers(stack: ExitStack, deployment: Deployment, folder: Path, arm: str) -> dict[str, str]:
+    """Run a coordinator with three proxies, the last of which lies; return their addresses."""
+    (port,) = free_ports(1)
+    coordinated = replace(
+        deployment,
+        coordinator=CoordinatorOptions(endpoint=f"tcp://127.0.0.1:{port}", port=0),
+        proxy=replace(deployment.proxy, port=0),
+    )
+    config = folder / f"{arm}-peers.yaml"
+    write_deployment(coordinated, config)
+    honest = ("-m", "rescheduler")
+    stack.enter_context(server([sys.executable, *honest, "coordinator", "--config", str(config)]))
+    urls = {}
+    for name, start in (("peers", honest), ("fellow", honest), ("peer", ("-c", _LIES))):
+        command = [sys.executable, *start, "serve", "--config", str(config)]
+        urls[f"{arm}_{name}"] = stack.enter_context(server(command)).url
+    return urls
+
+
+@contextmanager
+def _proxies(deployment: Deployment, folder: Path) -> Iterator[dict[str, str]]:
+    """Run a proxy with accounts and one without; yield their addresses."""
+    without = _same_account(deployment)
     (folder / "without").mkdir()
     with proxy(deployment, folder), proxy(without, folder / "without"):
         yield {"with": deployment.proxy_url, "without": without.proxy_url}
 
 
 class Attack:
-    """Honest clients, and one that is not."""
+    """Honest clients, and one that is not.
 
-    def __init__(self, url: str, model: str, name: str, seconds: float) -> None:
-        self._url = url
+    All of them are new: what they had in another attack would be held against them in this one.
+    """
+
+    def __init__(
+        self, url: str, selfish_url: str, model: str, name: str, seconds: float, network: str
+    ) -> None:
+        self._url, self._selfish_url = url, selfish_url
         self._model = model
+        self._network = network
         self._name = name
         self._seconds = seconds
         self._counts = False
@@ -177,10 +234,12 @@ class Attack:
         async with AsyncExitStack() as stack:
             tasks = []
             for i in range(HONEST):
-                session = await stack.enter_async_context(self._client(f"127.0.1.{i + 1}"))
+                address = f"{self._network}.{i + 1}"
+                session = await stack.enter_async_context(self._client(self._url, address))
                 for _ in range(EACH):
                     tasks.append(asyncio.create_task(self._ask(session, honest, self._body)))
-            session = await stack.enter_async_context(self._client("127.0.2.1"))
+            client = self._client(self._selfish_url, f"{self._network}.200")
+            session = await stack.enter_async_context(client)
             tasks += [asyncio.create_task(one) for one in self._selfish(session, selfish)]
             await asyncio.sleep(WARM_SECONDS)
             self._counts = True
@@ -202,10 +261,10 @@ class Attack:
             "stall_ms": 1e3 * metric_in(text, "headway_proxy_event_loop_max_stall_seconds"),
         }
 
-    def _client(self, address: str) -> aiohttp.ClientSession:
+    def _client(self, url: str, address: str) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, local_addr=(address, 0))
         headers = {HEADER: "all"}
-        return aiohttp.ClientSession(self._url, connector=connector, headers=headers)
+        return aiohttp.ClientSession(url, connector=connector, headers=headers)
 
     def _selfish(self, session: aiohttp.ClientSession, got: Served) -> list[Any]:
         """Return what the ninth client does."""
@@ -215,6 +274,8 @@ class Attack:
             "none": [(EACH, {})],
             "flood": [(200, {})],
             "asks": [(16, {})],
+            "fellow": [(16, {})],
+            "peer": [(16, {})],
             "promises": [(16, {"finish_in_s": 0.9, "finish_level": 0.001})],
             "plain": [(4, long)],
             "filler": [(4, {**long, "prompt": f"{_PROMPT} {_FILLER}"})],
@@ -268,14 +329,15 @@ class Attack:
 
     async def _idle(self) -> None:
         """Wait until nothing runs or waits at the proxy any more."""
-        async with aiohttp.ClientSession(self._url) as session, asyncio.timeout(60):
-            while True:
-                async with session.get("/metrics") as response:
-                    text = await response.text()
-                running = metric_in(text, "headway_proxy_num_requests_running")
-                if running + metric_in(text, "headway_proxy_num_requests_waiting") == 0:
-                    return
-                await asyncio.sleep(0.1)
+        async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+            for url in {self._url, self._selfish_url}:
+                busy = True
+                while busy:
+                    await asyncio.sleep(0.1)
+                    async with session.get(f"{url}/metrics") as response:
+                        text = await response.text()
+                    running = metric_in(text, "headway_proxy_num_requests_running")
+                    busy = running + metric_in(text, "headway_proxy_num_requests_waiting") > 0
 
 
 def _estimates(results: Results, attacks: Sequence[str]) -> dict[str, Estimate]:

@@ -49,8 +49,7 @@ from benchmarks.support.experiment import (
 )
 from benchmarks.support.live_runs import round_load
 from benchmarks.support.report import Cells, arguments, mean_of, resumable, write_report
-from rescheduler.demo.demo_load import load_session
-from rescheduler.demo.scripted_load import asked_body, step_sums
+from rescheduler.demo.load import asked_body, load_session, step_sums
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.simulator.results.report import markdown_table

@@ -45,7 +45,7 @@ from tqdm import tqdm
 from benchmarks.support.erratic_engines import FAULTS, MODEL
 from benchmarks.support.report import arguments, report
 from benchmarks.support.server_process import ServerProcess, headway, server
-from rescheduler.demo.demo_load import metric_total
+from rescheduler.demo.load import metric_total
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.serving.admin_client import admin_token
 

@@ -48,7 +48,7 @@ from benchmarks.support.report import (
     rotated,
     write_report,
 )
-from rescheduler.demo.demo_load import LoadRequest
+from rescheduler.demo.load import LoadRequest
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.engine_command import IN_PROCESS
 from rescheduler.engines.launch_local import local_deployment

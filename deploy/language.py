@@ -25,6 +25,7 @@ _OPTIONS = (
     "data_collection/workload/arrivals.py",
     "data_collection/workload/engine_options.py",
     "rescheduler/engines/deployment.py",
+    "rescheduler/engines/proxy_options.py",
     "rescheduler/simulator/config/simulation_config.py",
 )
 """Modules whose classes hold options: the help and the chart's schema show their docstrings."""
@@ -34,7 +35,7 @@ _PHRASES = re.compile(
     r"|[,;] else\b|\bso long\b|\blikewise\b|\bit is what\b",
     re.IGNORECASE,
 )
-_END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!al\.)[\"')*]*\s+(?=[\"'(*`\[]*[A-Z0-9`])")
+_END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!\bal\.)[\"')*]*\s+(?=[\"'(*`\[]*[A-Z0-9`])")
 _ITEM = re.compile(r"^ *(?:[-*>]|\d+\.) +", re.MULTILINE)
 
 

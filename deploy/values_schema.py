@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from deploy.json_text import json_text
-from rescheduler.engines.deployment import CoordinatorOptions, EngineOptions, ProxyOptions
+from rescheduler.engines.deployment import CoordinatorOptions, EngineOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 
 SCHEMA = Path(__file__).parents[1] / "charts" / "headway" / "values.schema.json"
 

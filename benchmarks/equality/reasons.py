@@ -12,8 +12,8 @@ REASONS: dict[str, tuple[str, ...]] = {
     "What only the proxy may tell the engines is refused from clients.": ("*kv_transfer_params*",),
     "A stream that an engine refuses before its first token gets the refusal's status; vLLM has "
     "answered 200 by then.": ('POST /v1/*completions: `{"stream": true, *',),
-    "What the proxy refuses by itself is told in its own words; `NaN`, `Infinity` and lone "
-    "surrogates are no JSON.": (
+    "The proxy has its own words for what it refuses; `NaN`, `Infinity` and lone surrogates are "
+    "no JSON.": (
         "POST *: an empty body",
         "POST *: a list as body",
         "POST *: a string as body",

@@ -28,11 +28,13 @@ from benchmarks.support.report import (
     rotated,
     write_report,
 )
-from rescheduler.demo.demo_load import moves, preemptions, scheduler_failures
-from rescheduler.demo.scripted_load import (
+from rescheduler.demo.load import (
     EmulatedRequest,
     answer_figures,
     changed_answers,
+    moves,
+    preemptions,
+    scheduler_failures,
     serve_load,
     step_sums,
 )

@@ -15,7 +15,6 @@ import numpy as np
 
 from data_collection.files import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
-from rescheduler.simulator.results.metrics import half_interval
 
 
 def arguments(description: str, quick: bool = True) -> argparse.ArgumentParser:
@@ -137,6 +136,9 @@ def mean_of(values: Mapping[int, float]) -> Estimate:
     found = np.array([value for value in values.values() if not np.isnan(value)])
     if len(found) == 0:
         return Estimate(float("nan"), float("nan"), 0)
+    # vLLM's workers, which load a benchmark's module, trip over llvmlite, which this loads.
+    from rescheduler.simulator.results.metrics import half_interval
+
     half = float(half_interval(found)) if len(found) > 1 else float("nan")
     return Estimate(float(found.mean()), half, len(found))
 

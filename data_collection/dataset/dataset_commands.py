@@ -120,10 +120,10 @@ TRANSCRIPTS_SCHEMA = pa.schema(
 def export_transcripts(dataset: Path, out: Path) -> None:
     """Write the token ids of a dataset's requests into one Parquet file.
 
-    The file takes a few bytes a token, where the rows take some kilobytes each;
-    ``headway collect --transcripts`` makes the rows of it again. Requests whose tokens were not
-    kept are left out: those that a stop of the server cut, and private ones; and those of LoRA
-    adapters, whose rows the base model would not make again.
+    The file takes a few bytes a token, where the rows take some kilobytes each.
+    ``headway collect --transcripts`` makes the rows of it again. It leaves out requests whose
+    tokens were not kept: requests that a stop of the server cut, and private requests. It also
+    leaves out requests of LoRA adapters: the base model would not make their rows again.
 
     Args:
         dataset: folder of a dataset.

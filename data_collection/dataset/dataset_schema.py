@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_collection.files import read_text, write_text_atomically
+from data_collection.hub import front_matter, is_repository
 from data_collection.parquet_file import UnusableParquetError, open_parquet, parquet_batches
 
 IntArray = npt.NDArray[np.int64]
@@ -275,25 +276,19 @@ def split_requests(group: IntArray, seed: int) -> dict[SplitName, IntArray]:
 
 
 _CARD = """\
----
-configs:
-- config_name: rows
-  default: true
-  data_files: data/rows-*.parquet
-- config_name: requests
-  data_files: data/requests-*.parquet
-task_categories:
-- tabular-regression
-tags:
-- llm-serving
-- length-prediction
-- headway
----
-# Hidden states of {model}
+{front_matter}# Hidden states of {model}
 
 {rows} rows of {requests} requests, recorded by Headway.
 Each row is the hidden state with which {model} computed a token's logits, and how many
 tokens the request still generated after it.
+
+| files | |
+|---|---|
+| `data/rows-*.parquet` | a hidden state a row, with the tokens generated and remaining |
+| `data/requests-*.parquet` | a request a row: ids, lengths, finish reason, sampling{texts} |
+| `sessions/*.json` | an engine process a file: model, revision, k, dtype, counts |
+
+Text can be recovered from hidden states, too.
 
 | | |
 |---|---|
@@ -323,6 +318,20 @@ table (`headway` does), never by row.
 
 def write_card(dataset: Path) -> None:
     """Write README.md from the sessions' files."""
+    write_text_atomically(dataset / "README.md", dataset_card(dataset))
+
+
+def dataset_card(dataset: Path, license: str | None = None, texts: bool = True) -> str:
+    """Return a card, made from the sessions' files.
+
+    Args:
+        dataset: folder of the dataset.
+        license: its identifier, if one was chosen.
+        texts: whether token ids of prompts and answers are inside, as far as they were kept.
+
+    Raises:
+        DatasetError: the folder is not a dataset, or a session is damaged.
+    """
     sessions = read_sessions(dataset)
     last = sessions[-1]
     lines = []
@@ -336,5 +345,29 @@ def write_card(dataset: Path) -> None:
         )
     counts = ("rows", "requests", "dropped_rows", "refused_rows")
     sums = {name: sum(getattr(session, name) for session in sessions) for name in counts}
-    text = _CARD.format(**asdict(last) | sums | {"sessions": "\n".join(lines)})
-    write_text_atomically(dataset / "README.md", text)
+    fields = asdict(last) | sums
+    fields["sessions"] = "\n".join(lines)
+    fields["texts"] = ", token ids of prompt and answer" if texts else "; no token ids"
+    fields["front_matter"] = front_matter(
+        {
+            "configs": [
+                {"config_name": "rows", "default": True, "data_files": "data/rows-*.parquet"},
+                {"config_name": "requests", "data_files": "data/requests-*.parquet"},
+            ],
+            "license": license,
+            "base_model": last.model if is_repository(last.model) else None,
+            "size_categories": [_size_category(sums["rows"])],
+            "task_categories": ["tabular-regression"],
+            "tags": ["llm-serving", "length-prediction", "headway"],
+        }
+    )
+    return _CARD.format(**fields)
+
+
+def _size_category(rows: int) -> str:
+    """Return the Hub's name for a number of rows."""
+    bounds = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+    above = sum(rows >= 1000 * 10**i for i in range(len(bounds)))
+    if above == 0:
+        return f"n<{bounds[0]}"
+    return f"n>{bounds[-1]}" if above == len(bounds) else f"{bounds[above - 1]}<n<{bounds[above]}"

@@ -31,8 +31,8 @@ _EXAMPLES = 3
 def validate(dataset: Path) -> None:
     """Check everything that training relies on, and print one line when all of it holds.
 
-    Shards are read in batches, without the token ids, so that memory stays bounded by the
-    number of requests.
+    Shards are read in batches, without the token ids. So memory stays bounded by the number of
+    requests.
 
     Args:
         dataset: folder of the dataset.

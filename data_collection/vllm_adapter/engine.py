@@ -19,7 +19,7 @@ _KV_CACHE_GIB = 4
 
 
 def start_engine(arguments: dict[str, Any]) -> AsyncLLM:
-    """Start an engine within a running event loop.
+    """Start an engine within a running event loop; on a CPU it is not compiled, unless asked for.
 
     Raises:
         RuntimeError: it does not start.
@@ -27,6 +27,7 @@ def start_engine(arguments: dict[str, Any]) -> AsyncLLM:
     """
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_KV_CACHE_GIB))
+        arguments = {"enforce_eager": True, **arguments}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 

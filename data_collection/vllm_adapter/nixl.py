@@ -62,7 +62,12 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             else None
             for group in kv_cache_config.kv_cache_groups
         ]
-        self._pinned: dict[str, list[Any]] = {}
+        self._pinned: dict[str, tuple[str, list[Any]]] = {}
+
+    @property
+    def copied(self) -> set[str]:
+        """Running requests whose full blocks are kept: none of these is freed if they go."""
+        return {name for name, _ in self._pinned.values()}
 
     def bind(self, manager: Any) -> None:
         """Learn of the cache manager, which is made after the connector.
@@ -100,7 +105,8 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         for name in list(connector_output.finished_sending or ()):
             if name in self._pinned:
                 connector_output.finished_sending.discard(name)
-                self.manager.block_pool.free_blocks(reversed(self._pinned.pop(name)))
+                _, blocks = self._pinned.pop(name)
+                self.manager.block_pool.free_blocks(reversed(blocks))
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while a copy is kept: it is freed in a step."""
@@ -173,7 +179,7 @@ class KeepingScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return 0, None
         every = [block for group in kept for block in group]
         self.manager.block_pool.touch(every)
-        self._pinned[alias] = every
+        self._pinned[alias] = request.request_id, every
         self.announce(alias)
         deadline = self.keep(alias, seconds)
         block_ids = [[block.block_id for block in group] for group in kept]

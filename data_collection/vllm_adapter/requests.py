@@ -65,6 +65,12 @@ def migration_entry(request: Request) -> dict[str, Any] | None:
     return _entry(request.kv_transfer_params)
 
 
+def suspended(request: Request) -> str:
+    """Return whether a proxy wants a request to be suspended "first" or "last"; "" likewise."""
+    wanted = (_entry(request.kv_transfer_params) or {}).get("suspended")
+    return wanted if isinstance(wanted, str) else ""
+
+
 def asked_max_tokens(sampling: Any) -> int:
     """Return the client's cap: a prefill instance is asked for one token of the answer."""
     asked = (_entry((sampling.extra_args or {}).get("kv_transfer_params")) or {}).get("max_tokens")

@@ -239,6 +239,13 @@ def is_preempted(request: Any) -> bool:
     return bool(request.status == RequestStatus.PREEMPTED)
 
 
+def copied_requests(scheduler: Any) -> set[str]:
+    """Return the running requests that another engine copies: to suspend one frees nothing."""
+    ours = getattr(scheduler.connector, "connector_scheduler", None)
+    copied: set[str] = getattr(ours, "copied", set())
+    return copied
+
+
 def slots_to_begin(scheduler: Any) -> int:
     """Return how many waiting requests could begin in the next step, for all of its slots."""
     _, slots = room(scheduler)

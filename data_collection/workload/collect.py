@@ -100,7 +100,7 @@ def collect(
         "dtype": engine.dtype,
         "max_model_len": engine.max_model_len,
         "max_num_seqs": arrivals.concurrency,
-        "enforce_eager": engine.enforce_eager,
+        **({} if engine.enforce_eager is None else {"enforce_eager": engine.enforce_eager}),
         **engine.extra,
     }
     if replays:

@@ -23,13 +23,14 @@ class EngineOptions:
     Attributes:
         dtype: type the model computes in; float32 is the fastest on many CPUs.
         max_model_len: longest prompt plus answer; the model's own limit if not set.
-        enforce_eager: skip compilation, which takes minutes and pays on long runs.
+        enforce_eager: neither compile nor record CUDA graphs. If not set, only on a CPU, where it
+            takes minutes.
         extra: further arguments of vLLM's `AsyncEngineArgs`, by name.
     """
 
     dtype: str = "auto"
     max_model_len: int | None = None
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 

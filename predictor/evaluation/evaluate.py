@@ -14,12 +14,8 @@ import torch
 from data_collection.dataset.dataset_schema import read_sessions, shown, split_requests
 from data_collection.files import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
-from predictor.evaluation.comparators import (
-    COMPARATORS,
-    Comparator,
-    KaplanMeier,
-    create_comparator,
-)
+from predictor.evaluation.comparators import COMPARATORS, Comparator, KaplanMeier, create_comparator
+from predictor.evaluation.record_forecasts import record_forecasts
 from predictor.evaluation.report import (
     AgeScores,
     Calibration,
@@ -41,6 +37,7 @@ from predictor.forecasts.kaplan_meier import observed_share
 from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import HiddenStateMLP
 from predictor.models.survival_mlp import SurvivalMLP
+from predictor.prompts.prompt_predictor import PromptPredictor
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import request_rows
 
@@ -73,15 +70,21 @@ def evaluate(
     out: Path | None = None,
     comparators: dict[str, dict[str, Any]] | None = None,
     split_seed: int | None = None,
-    part: Literal["validation", "test"] = "test",
+    part: Literal["validation", "test", "all"] = "test",
     on: Path | None = None,
+    forecasts: Path | None = None,
+    prompt_checkpoint: str | None = None,
 ) -> None:
     """Measure a predictor and its comparators on the test split of a dataset.
 
     Writes ``metrics.json``, ``report.md`` and figures, and prints the table. The split is
-    the one of the checkpoint's training, so the test requests were never seen. With ``--on``,
-    all requests of another dataset are measured in place of the test part, such as those
-    collected after the last choice was made; the comparators still train on ``dataset``.
+    the checkpoint's own. So its training never saw the test requests. With ``--on``, all requests
+    of another dataset are measured instead of the test part. Such a dataset may have been
+    collected after the last choice was made. The comparators still train on ``dataset``.
+
+    With ``--forecasts`` it also writes the predictor's forecasts of the measured requests to a
+    file. In `headway simulate`, the trace `{name: replay, recording: FILE}` repeats these requests,
+    and the forecast `{name: replay, recording: FILE}` gives policies the forecasts.
 
     ``headway evaluate recalibrate`` refits a predictor's probabilities to served requests.
 
@@ -94,44 +97,57 @@ def evaluate(
             auxiliary_encoder, auxiliary_causal_lm.
         split_seed: Seed of the split. If not set, the checkpoint's own.
         part: The part to measure on. Use ``validation`` to choose between settings, and look at the
-            test last.
+            test last. Use ``all`` for a dataset that was collected apart: no comparator learns
+            from it.
         on: folder of another dataset to measure on. Its requests whose prompts ``dataset``
             has too are left out.
+        forecasts: Write forecasts of the measured requests to this Parquet file, to simulate with.
+        prompt_checkpoint: Add the forecasts of this predictor, which reads prompts, to the file. It
+            must not have been trained on these requests: its split may differ.
 
     Raises:
         ModelMismatchError: the predictor is of another model; both are named.
         DatasetError: a dataset cannot be used.
         CheckpointError: the checkpoint cannot be used.
-        ValueError: an unknown comparator; ``part`` is ``validation`` although ``on`` is given;
-            nothing can be measured.
+        ValueError: an unknown comparator; ``part`` is given with ``on``, or ``all`` with
+            comparators; nothing can be measured or recorded.
     """
-    chosen = {"constant_median": {}, "kaplan_meier": {}} if comparators is None else comparators
+    chosen = {} if comparators is None else comparators
+    if comparators is None and part != "all":
+        chosen = {"constant_median": {}, "kaplan_meier": {}}
+    if part == "all" and chosen:
+        raise ValueError("--part all leaves nothing that comparators could learn from")
     for name in chosen:
         if name not in COMPARATORS:
             raise ValueError(f"unknown comparator {name!r}; known: {', '.join(COMPARATORS)}")
     if on is not None and part != "test":
-        raise ValueError("--on measures a whole dataset, --part validation a part of another")
+        raise ValueError(f"--on measures a whole dataset, --part {part} a part of another")
     if on is not None and on.resolve() == dataset.resolve():
         raise ValueError("--on must be another dataset: the predictor has learned from this one")
+    if prompt_checkpoint is not None and forecasts is None:
+        raise ValueError("--prompt-checkpoint is of a file of forecasts: give --forecasts, too")
     for folder in filter(None, (dataset, on)):
         read_sessions(folder)  # before a checkpoint is looked for, here and on the hub
     predictor = load_predictor(checkpoint)
     table = load_rows(dataset, predictor.adapter)
     predictor.refuse_other_model(table.session)
+    prompts = None if prompt_checkpoint is None else PromptPredictor.load(prompt_checkpoint)
     trained = predictor.provenance
     seed = trained.get("split_seed", 0) if split_seed is None else split_seed
     if type(seed) is not int or seed < 0:
         raise ValueError(f"split_seed must be a whole number from 0, not {shown(repr(seed))}")
-    parts = {
-        name: table.select(np.isin(table.request, requests))
-        for name, requests in split_requests(table.requests.group, seed).items()
-    }
+    split: dict[str, npt.NDArray[np.int64]] = {"all": np.arange(len(table.requests))}
+    split.update(split_requests(table.requests.group, seed).items())
+    train, validation, whole = (
+        table.select(np.isin(table.request, split[name])) for name in ("train", "validation", part)
+    )
     notes: list[str] = []
-    whole = parts[part]
+    measured, requests = table, split[part]
     if on is not None:
         other = load_rows(on, predictor.adapter)
         predictor.refuse_other_model(other.session)
         known = _same_prompts(other, table)
+        measured, requests = other, np.flatnonzero(~known)
         whole = other.select(~known[other.request])
         if known.any():
             notes.append(
@@ -149,6 +165,18 @@ def evaluate(
     if len(test) == 0:
         kind = f"{part} request" if on is None else "request with a prompt of its own"
         raise ValueError(f"{on or dataset}: no {kind} ran to its end, nothing can be measured")
+    if forecasts is not None:
+        name = part if on is None else "all"
+        recorded, left_out = record_forecasts(
+            predictor, measured, requests, forecasts, name, prompts
+        )
+        print(
+            f"wrote {forecasts}: {len(recorded)} {name} requests, {len(recorded.curves)} "
+            f"forecasts, one every {recorded.interval} tokens, "
+            f"{forecasts.stat().st_size / 1e6:.2f} MB\n"
+            f"left out {left_out.unfinished} requests that did not run to their end, and "
+            f"{left_out.incomplete} without a row every {recorded.interval} tokens"
+        )
     own, found = _measure(
         test,
         partial(_forecast, predictor),
@@ -160,7 +188,7 @@ def evaluate(
         print(f"{name}: training", flush=True)
         comparator = create_comparator(name, options)
         started = time.monotonic()
-        comparator.fit(parts["train"], parts["validation"])
+        comparator.fit(train, validation)
         seconds = getattr(comparator, "training_seconds", time.monotonic() - started)
         print(f"{name}: predicting {len(test)} rows", flush=True)
         forecast = partial(_comparator_forecast, comparator)

@@ -1,7 +1,10 @@
 """The cards of checkpoints, made from their configurations."""
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
+
+from data_collection import hub
 
 _CARD = """\
 {front_matter}# {title} for {model}
@@ -15,7 +18,7 @@ Reads {reads}{beside} and predicts {what}
 {trained_remaining_tokens[0]}–{trained_remaining_tokens[1]} remaining, every k = {k} tokens |
 {provenance}
 
-{usage}
+{usage}{pull}
 
 `dataset_card.md` describes the training data; `metrics.json`, where there is one, is what
 `headway evaluate` measured on the test split.
@@ -34,7 +37,7 @@ _USAGE = """\
 ```python
 from predictor import RequestRows, load_predictor
 
-predictor = load_predictor("this folder")
+predictor = load_predictor("{folder}")
 # hidden_states: float32 [n, {hidden_size}]; numbers: generated, prompt, left to max_tokens,
 # and, for inputs beyond these, temperature, repetition, repeated suffix [n, 3 or 6]
 forecast = predictor.forecast(RequestRows(hidden_states, numbers))
@@ -46,7 +49,7 @@ _PROMPT_USAGE = """\
 ```python
 from predictor.prompts.prompt_predictor import PromptPredictor
 
-predictor = PromptPredictor.load("this folder")
+predictor = PromptPredictor.load("{folder}")
 predictor.expected_tokens("Write a story about a lighthouse keeper.", max_tokens=1024)
 # token ids of n prompts, temperature [n], max_tokens [n]
 forecast = predictor.forecast([[504, 5646], [10]], [0.8, 1.0], [1024, 50])
@@ -66,8 +69,43 @@ An MLP {shape} with ReLU whose outputs are hazards of bins of tokens, trained on
 in which cut requests count as "longer than this", recalibrated on the validation rows."""
 
 
-def checkpoint_card(config: dict[str, Any]) -> str:
-    """Return the card's text for a checkpoint's ``config.json``."""
+_PULL = """
+
+The folder comes with
+
+```
+headway train pull {repository} {folder}
+```"""
+
+_PULLED = "runs/predictor"
+
+_VALIDATED = {"val_mae": ("mae", "MAE, tokens"), "val_nll": ("nll", "Negative log-likelihood")}
+_EVALUATED = {
+    "mae": "MAE, tokens",
+    "mae_ended": "MAE, ended by itself, tokens",
+    "ibs": "Integrated Brier score",
+    "concordance": "Concordance",
+    "pinball": "Pinball loss, tokens",
+}
+
+
+def checkpoint_card(
+    config: dict[str, Any],
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    license: str = "apache-2.0",
+    repository: str = "",
+    dataset: str | None = None,
+) -> str:
+    """Return a checkpoint's card.
+
+    Args:
+        config: its ``config.json``.
+        metrics: its ``metrics.json``, if it was evaluated.
+        license: identifier of its licence.
+        repository: where it is on the Hub, or empty.
+        dataset: the repository of the dataset that it was trained on, if there is one.
+    """
     survival = config["kind"] == "survival"
     inputs = config["inputs"]
     outputs = len(config["edges"]) - 1 if survival else 1
@@ -76,10 +114,22 @@ def checkpoint_card(config: dict[str, Any]) -> str:
     fields = {key: value for key, value in config.items() if key != "provenance"}
     adapter = config.get("adapter")
     fields["adapter"] = f", LoRA adapter {adapter}" if adapter else ""
+    fields["folder"] = _PULLED if repository else "this folder"
     prompt = config["layer"] == "prompt"
+    title = "Survival forecasts" if survival else "Remaining-length predictor"
+    results = _results(config["provenance"] or {}, metrics or {}, dataset)
+    hub_fields = {
+        "base_model": config["model"] if hub.is_repository(config["model"]) else None,
+        "datasets": [dataset] if dataset else None,
+        "metrics": list(dict.fromkeys(one["type"] for r in results for one in r["metrics"])),
+        "model-index": results and [{"name": f"{title} for {config['model']}", "results": results}],
+    }
     return _CARD.format(
-        front_matter=front_matter("length-prediction", "llm-serving"),
-        title="Survival forecasts" if survival else "Remaining-length predictor",
+        front_matter=front_matter(
+            "length-prediction", "llm-serving", license=license, fields=hub_fields
+        ),
+        title=title,
+        pull=_PULL.format(repository=repository, folder=_PULLED) if repository else "",
         reads=(_PROMPT if prompt else _HIDDEN_STATE).format(**fields),
         usage=(_PROMPT_USAGE if prompt else _USAGE).format(**fields),
         not_for=_PROMPT_NOT_FOR if prompt else _NOT_FOR,
@@ -90,10 +140,43 @@ def checkpoint_card(config: dict[str, Any]) -> str:
     )
 
 
-def front_matter(*tags: str) -> str:
+def _results(
+    provenance: Mapping[str, Any], metrics: Mapping[str, Any], dataset: str | None
+) -> list[dict[str, Any]]:
+    """Return what training and evaluation measured, as the Hub reads a card's ``model-index``."""
+    evaluated = metrics.get("provenance")
+    where = evaluated if isinstance(evaluated, Mapping) else {}
+    trained_on = str(provenance.get("dataset", ""))
+    measured = [
+        (
+            {"name": str(where.get("dataset", "")), "split": str(where.get("part", "test"))},
+            [(kind, name, metrics.get(kind)) for kind, name in _EVALUATED.items()],
+        ),
+        (
+            {"name": trained_on.partition(", engine")[0], "split": "validation"},
+            [(kind, name, provenance.get(key)) for key, (kind, name) in _VALIDATED.items()],
+        ),
+    ]
+    results = []
+    for on, figures in measured:
+        found = [
+            {"type": kind, "name": name, "value": round(value, 6)}
+            for kind, name, value in figures
+            if isinstance(value, int | float) and isfinite(value)
+        ]
+        if found:
+            task = {"type": "tabular-regression", "name": "Remaining tokens of a request"}
+            of_dataset = {"type": dataset or "headway-dataset", **on}
+            results.append({"task": task, "dataset": of_dataset, "metrics": found})
+    return results
+
+
+def front_matter(
+    *tags: str, license: str = "apache-2.0", fields: Mapping[str, Any] | None = None
+) -> str:
     """Return what the Hugging Face hub reads of a card."""
-    lines = ["---", "license: apache-2.0", "library_name: headway", "tags:"]
-    return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
+    named = {"license": license, "library_name": "headway", **(fields or {})}
+    return hub.front_matter({**named, "tags": list(tags)})
 
 
 def provenance_rows(provenance: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ requests it sends. So whoever lies about lengths moves what is forecast of other
 
 import secrets
 from collections import OrderedDict
+from collections.abc import Iterator
 from math import log, sqrt
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -41,6 +42,8 @@ WAYS = 16
 MOST_CHAIN = 64
 """Keys of a request that are kept: of a longer chain the first 16 and the last 48."""
 MOST_CLIENTS = 4_096
+_SETS_AT_ONCE = 1 << 13
+"""Sets of the table, 4 MiB, that are copied at a time."""
 _FIRST = 16
 _NEW = np.uint64(0xD1B54A32D192ED03)
 """In the key of requests that are new below another one."""
@@ -140,7 +143,7 @@ def _victim(row: npt.NDArray[Any], owner: np.uint32) -> int:
 @compiled_core
 def note(
     table: npt.NDArray[Any],
-    client: np.uint64,
+    owner: np.uint32,
     trail: KeyArray,
     value: float,
     error: float,
@@ -151,7 +154,7 @@ def note(
     Returns:
         How many more keys are known.
     """
-    owner, added = np.uint32(client & np.uint64(0xFFFFFFFF)), 0
+    added = 0
     for i in range(len(trail)):
         key = trail[i]
         row = table[int(key & np.uint64(len(table) - 1))]
@@ -189,7 +192,8 @@ class Recalled(NamedTuple):
         known: keys of its chain down to the deepest known one; 0 if none is known.
         requests: decayed number of its client's earlier ones; 0: the model alone is known.
         model: that it is for.
-        client: that it is from.
+        client: that it is from, with this model.
+        owner: of its keys: the client, whichever model it asks for.
         trail: [n + 1] its keys, of the client's own.
     """
 
@@ -198,6 +202,7 @@ class Recalled(NamedTuple):
     requests: float
     model: int
     client: int
+    owner: int
     trail: KeyArray
 
 
@@ -260,7 +265,8 @@ class LengthMemory:
     def __init__(self, keys: int = 1 << 20, salt: bytes | None = None) -> None:
         self.salt = salt or secrets.token_bytes(32)
         sets = 1 << max(0, (max(keys, WAYS) - 1).bit_length() - 4)
-        self._table = np.zeros((sets, WAYS), dtype=ENTRY)
+        self._table = np.empty((sets, WAYS), dtype=ENTRY)
+        self._table.fill(0)  # np.zeros leaves it to the first requests: up to 60 ms in huge pages
         self.known = 0
         self._number = 0
         self._clients: OrderedDict[int, _Client] = OrderedDict()
@@ -283,6 +289,9 @@ class LengthMemory:
         """
         if len(chain) > MOST_CHAIN:
             chain = np.concatenate([chain[:_FIRST], chain[_FIRST - MOST_CHAIN :]])
+        if not chain.flags.writeable:
+            chain = chain.copy()  # else `walk` is compiled once more, as a request comes
+        owner = client & 0xFFFFFFFF
         client = (client ^ (model * 0x9E3779B97F4A7C15)) & 0xFFFFFFFFFFFFFFFF
         of_all, own = self._models.get(model, _Model()), self._clients.get(client)
         prior, n, k = _PRIOR, 0.0 if own is None else own.count, SHRINKAGE
@@ -296,7 +305,7 @@ class LengthMemory:
         known = walk(self._table, np.uint64(client), chain, trail, state)
         mean, spread = float(state[0]), sqrt(max(float(state[1]), 0.0))
         length = LogNormal(mean, min(max(spread, _LEAST_SPREAD), _MOST_SPREAD))
-        return Recalled(length, known, n, model, client, trail)
+        return Recalled(length, known, n, model, client, owner, trail)
 
     def learn(self, recalled: Recalled, tokens: int, cut: bool = False) -> None:
         """Learn how long the answer to a request was that has ended.
@@ -314,8 +323,8 @@ class LengthMemory:
         value, error = min(value, log(LONGEST)), min(error, _MOST_ERROR)
         self._learn_of_client(recalled, value, error)
         self._number = (self._number + 1) & 0xFFFFFFFF
-        key = np.uint64(recalled.client)
-        self.known += note(self._table, key, recalled.trail, value, error, self._number)
+        owner = np.uint32(recalled.owner)
+        self.known += note(self._table, owner, recalled.trail, value, error, self._number)
 
     def _learn_of_client(self, recalled: Recalled, value: float, error: float) -> None:
         own = self._clients.get(recalled.client)
@@ -342,15 +351,33 @@ class LengthMemory:
         if of_all.weight < 1e-6:
             del self._models[client.model]
 
-    def copy(self) -> "LengthMemory":
-        """Return a copy, which another thread may save."""
+    def copied(self) -> Iterator["LengthMemory"]:
+        """Yield a copy that another thread may save, again and again until it is whole.
+
+        Each time a few megabytes more are copied: what holds an event loop may go on in between.
+        """
         other = LengthMemory(WAYS, self.salt)
-        other._table = self._table.copy()
         other._number = self._number
         other._clients = OrderedDict(
             (key, msgspec.structs.replace(client)) for key, client in self._clients.items()
         )
-        return other
+        # As bytes: NumPy copies structures field by field.
+        table = np.empty_like(self._table)
+        ours, theirs = self._table.view(np.uint8), table.view(np.uint8)
+        for begin in range(0, len(ours), _SETS_AT_ONCE):
+            theirs[begin : begin + _SETS_AT_ONCE] = ours[begin : begin + _SETS_AT_ONCE]
+            yield other
+        other._table = table
+        yield other
+
+    def _entries(self) -> bytes:
+        """Return the entries of the table that are known."""
+        parts = []
+        for begin in range(0, len(self._table), _SETS_AT_ONCE):
+            part = self._table[begin : begin + _SETS_AT_ONCE]
+            rows = part.view(np.uint8).reshape(-1, ENTRY.itemsize)
+            parts.append(rows[part["key"].reshape(-1) != 0].tobytes())
+        return b"".join(parts)
 
     def save(self, path: Path) -> None:
         """Write it to a file that only this user can read, in place of an older one as a whole.
@@ -366,7 +393,7 @@ class LengthMemory:
                 _KeptClient(key, own.model, own.count, own.mean, own.error)
                 for key, own in self._clients.items()
             ],
-            entries=self._table[self._table["key"] != 0].tobytes(),
+            entries=self._entries(),
         )
         with replace_file(path) as temporary:
             temporary.touch(0o600)
@@ -382,6 +409,8 @@ class LengthMemory:
             PastError: it does not hold a memory of lengths, or is too large for so many keys.
         """
         most = max(keys, 1 << 20) * 2 * ENTRY.itemsize + (1 << 20)
+        if not path.is_file():
+            raise PastError(f"{path}: not a regular file")
         if path.stat().st_size > most:
             raise PastError(f"{path}: larger than {most} bytes: no memory of {keys} keys")
         try:

@@ -15,6 +15,8 @@ from predictor.training.row_table import RowTable
 from predictor.training.rows_data_module import Batch, RowsDataModule, request_rows
 
 _STATISTICS_ROWS = 20_000
+_SHORTEST_GRID = 8192
+"""Tokens to which a survival grid goes at least, whatever the data has."""
 
 
 class PredictorTraining(L.LightningModule, ABC):
@@ -176,7 +178,8 @@ class SurvivalTraining(PredictorTraining):
 
     Args:
         edges: the grid in whole tokens from 0; None: dense near 0 and logarithmic to ``limit``.
-        limit: tokens that no request can pass: the model's context.
+        limit: tokens that no request can pass: the model's context. None: 8,192, or as many as the
+            longest answer of the data has, to the next power of two.
         widths: hidden widths of the MLP.
         inputs: numbers it reads beside the hidden state, see `PredictorTraining`.
         lr: learning rate of AdamW.
@@ -192,7 +195,7 @@ class SurvivalTraining(PredictorTraining):
     def __init__(
         self,
         edges: tuple[int, ...] | None = None,
-        limit: int = 8192,
+        limit: int | None = None,
         widths: tuple[int, ...] = (512, 128),
         inputs: tuple[str, ...] = (
             *("generated_tokens", "prompt_tokens", "temperature"),
@@ -206,7 +209,7 @@ class SurvivalTraining(PredictorTraining):
     ) -> None:
         super().__init__(widths, inputs, lr, weight_decay, noise)
         self.save_hyperparameters()
-        self.edges = edges or tuple(survival_edges(limit).tolist())
+        self.edges, self.limit = edges, limit
         self.averaging_half_life = averaging_half_life
         self.recalibrate = recalibrate
 
@@ -214,7 +217,8 @@ class SurvivalTraining(PredictorTraining):
         """Return a survival model that starts from the marginal hazards.
 
         Raises:
-            ValueError: cut requests are left out or counted as ended.
+            ValueError: cut requests are left out or counted as ended; an answer is longer than the
+                grid.
         """
         if data.cut_requests != "censor":
             raise ValueError(
@@ -223,7 +227,7 @@ class SurvivalTraining(PredictorTraining):
             )
         train = data.parts["train"]
         predictor = SurvivalMLP(
-            edges=list(self.edges), averaging_half_life=self.averaging_half_life, **shared
+            edges=self._grid(data), averaging_half_life=self.averaging_half_life, **shared
         )
         edges = predictor.edges.double()
         rates = hazard_rates(
@@ -236,6 +240,17 @@ class SurvivalTraining(PredictorTraining):
             hazards = rates * edges.diff()
             last.bias.copy_(hazards + torch.log(-torch.expm1(-hazards)))
         return predictor
+
+    def _grid(self, data: RowsDataModule) -> list[int]:
+        longest = max(int(one.remaining_tokens.max()) for one in data.parts.values() if len(one))
+        limit = self.limit or max(_SHORTEST_GRID, 1 << (longest - 1).bit_length())
+        edges = list(self.edges or survival_edges(limit).tolist())
+        if longest > edges[-1]:
+            raise ValueError(
+                f"an answer goes on for {longest:,} tokens, and the grid ends at {edges[-1]:,}: "
+                "give a larger --model.init_args.limit, or none"
+            )
+        return edges
 
     def losses(self, batch: Batch, noise: float) -> torch.Tensor:
         """Return negative log-likelihoods in nats, [n]."""

@@ -27,17 +27,17 @@ def tune(
     trials: int = 20,
     max_epochs: int = 100,
     patience: int = 10,
-    limit: int = 8192,
+    limit: int | None = None,
     seed: int = 0,
 ) -> None:
     """Search depth 2-6, width 256-1024, learning rate 1e-4-1e-3 and batch size.
 
-    The search space is that of STAR §4.4, with batches of 16-128; for the survival model depth
-    2-4, batches of 128-1024 and the noise too. Every trial trains with early stopping on the
-    validation figure (MAE, or the censored likelihood), and hopeless ones are cut short by
-    median pruning. The study is kept in
-    ``OUT/study.db``: run the command again to go on after an interruption. Writes
-    ``OUT/trials.md`` and ``OUT/trials.csv``, and prints the training command of the best.
+    The search space comes from STAR §4.4, with batches of 16-128. For the survival model it has
+    depth 2-4, batches of 128-1024 and the noise, too. Every trial trains with early stopping on
+    the validation figure (MAE, or the censored likelihood). Median pruning cuts hopeless trials
+    short. The study is kept in ``OUT/study.db``: run the command again to go on after an
+    interruption. Writes ``OUT/trials.md`` and ``OUT/trials.csv``, and prints the training command
+    of the best trial.
 
     Args:
         dataset: folder of the dataset.
@@ -46,7 +46,8 @@ def tune(
         trials: Trials to have in the end. Earlier runs' trials count.
         max_epochs: Most epochs of a trial.
         patience: Epochs without a better validation MAE after which a trial stops.
-        limit: Last edge of the survival model's grid: the serving model's context in tokens.
+        limit: Last edge of the survival model's grid: the serving model's context in tokens. If not
+            set, 8,192, or as many as the longest answer has.
         seed: Seed of the search, the split and every training.
 
     Raises:

@@ -81,15 +81,15 @@ def batch(
     which `headway serve` serves after all others, unless a body names another tier.
 
     Each answer is a line of the output, in OpenAI's format, and requests that the server refuses
-    are lines of a file of errors beside it. Whatever ends this command, the proxy or an engine,
-    the same command goes on with what has no answer: none is lost, and none is there twice. While
-    the server is down or full, requests are sent again, ever less often. A request that is begun
-    and fails 5 times, with 5xx or a broken connection, is an error. After 5 answers of 401, 403,
-    404 or the like in a row it stops: the key, the model or the address is wrong.
+    are lines of a file of errors next to it. Whatever ends this command, the proxy or an engine,
+    the same command goes on with the requests that have no answer: none is lost, and none is there
+    twice. While the server is down or full, requests are sent again, ever less often. A request
+    that is begun and fails 5 times, with 5xx or a broken connection, is an error. After 5 answers
+    of 401, 403, 404 or the like in a row it stops: the key, the model or the address is wrong.
 
-    A line tells how many are answered, and when the last one is expected, with an 80% interval.
-    The exit status is 0 if all were answered, 3 if some ended with errors, 130 after Ctrl-C. An
-    API key is read from OPENAI_API_KEY.
+    A line tells how many requests are answered, and when the last answer is expected, with an 80%
+    interval. The exit status is 0 if all were answered, 3 if some ended with errors, 130 after
+    Ctrl-C. An API key is read from OPENAI_API_KEY.
 
     Args:
         file: The requests: a JSONL file, which may be gzipped.

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from data_collection.files import text_lines
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, FORWARDED
 
 LARGEST_LINE = ProxyOptions().bodies_mb << 20

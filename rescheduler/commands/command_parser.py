@@ -33,7 +33,7 @@ def normalised(parser: Any, arguments: Sequence[str]) -> list[str]:
 
     - ``--kv-capacity 3`` becomes ``--kv_capacity 3``: parameters have underscores.
     - ``--overwrite`` becomes ``--overwrite=true`` where the option is a boolean.
-    - ``--only a b`` becomes ``--only=["a", "b"]`` where it is a sequence of strings, and
+    - ``--only a b`` becomes ``--only=["a", "b"]`` where it is a sequence of strings or files, and
       ``--start-seconds 120 480`` becomes ``--start_seconds=[120, 480]`` where it is one of numbers.
     - ``--vary KEY=VALUE`` becomes ``--vary.KEY VALUE`` where it is a mapping.
     - ``--config NAME`` becomes ``--config=FILE`` where a shipped configuration has that name.
@@ -133,7 +133,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _is_words(kind: Any) -> bool:
-    return _lists(kind, lambda item: item is str or get_origin(item) is Literal)
+    return _lists(kind, lambda item: item in (str, Path) or get_origin(item) is Literal)
 
 
 def _is_numbers(kind: Any) -> bool:
@@ -320,6 +320,8 @@ def _shortened(message: str) -> str:
     given = re.search(r"(?:Given|Got) value: (.*)", message)
     if key and choices and given:
         return f"{key[1]}: one of {choices[1].replace(chr(39), '')}, not {given[1]!r}"
+    if key and key[1] == "trace" and given and "Expected a <class 'dict'>" in message:
+        return f"trace: a file is given as --trace.path {given[1]}"
     return _CLASS.sub(r"\1", message)
 
 

@@ -36,7 +36,7 @@ VERBS = {
     ),
     "demo": Verb(
         "rescheduler.demo.demo:demo",
-        "compare a load with and without moves, or show a fleet of emulated GPUs",
+        "show a load with and without moves, a fleet of emulated GPUs, or a log",
         "headway demo --emulate h100x2-llama-70b",
     ),
     "model": Verb(
@@ -49,7 +49,7 @@ VERBS = {
         "record hidden states and lengths of a model in vLLM, as a dataset",
         "headway collect runs/demo --config collect/quick",
     ),
-    "dataset": Verb("", "inspect, check, merge or export datasets"),
+    "dataset": Verb("", "inspect, check, merge, export or share datasets"),
     "dataset inspect": Verb(
         f"{_DATASET}.inspect_dataset:inspect",
         "print and plot a dataset's lengths",
@@ -70,7 +70,17 @@ VERBS = {
         "keep prompts and answers, to collect from them again",
         "headway dataset transcripts runs/demo mine.parquet",
     ),
-    "train": Verb("", "train a predictor, or search its hyperparameters"),
+    "dataset push": Verb(
+        f"{_DATASET}.share_dataset:push",
+        "share a dataset on the Hugging Face Hub",
+        "headway dataset push runs/demo me/demo-lengths",
+    ),
+    "dataset pull": Verb(
+        f"{_DATASET}.share_dataset:pull",
+        "fetch a dataset from the Hugging Face Hub",
+        "headway dataset pull me/demo-lengths runs/pulled",
+    ),
+    "train": Verb("", "train or share a predictor, or search its hyperparameters"),
     "train fit": Verb(
         _LIGHTNING,
         "train a predictor with Lightning",
@@ -91,6 +101,16 @@ VERBS = {
         "search a predictor's hyperparameters",
         "headway train tune runs/demo --trials 20",
     ),
+    "train push": Verb(
+        "predictor.training.share_predictor:push",
+        "share a predictor on the Hugging Face Hub",
+        "headway train push runs/predictor me/demo-predictor",
+    ),
+    "train pull": Verb(
+        "predictor.training.share_predictor:pull",
+        "fetch a predictor from the Hugging Face Hub",
+        "headway train pull me/demo-predictor runs/pulled",
+    ),
     "evaluate": Verb(
         "predictor.evaluation.evaluate:evaluate",
         "measure a predictor's errors, next to simpler ones",
@@ -100,11 +120,6 @@ VERBS = {
         "rescheduler.monitoring.recalibrate:recalibrate",
         "correct a predictor by requests that it has served",
         "headway evaluate recalibrate runs/predictor finished.jsonl runs/recalibrated",
-    ),
-    "record": Verb(
-        "rescheduler.simulator.forecasts.record_forecasts:record",
-        "write a predictor's forecasts to a file, to simulate with",
-        "headway record runs/demo runs/predictor runs/forecasts.parquet",
     ),
     "launch": Verb(
         "rescheduler.engines.launch_engines:launch",
@@ -125,11 +140,6 @@ VERBS = {
         "rescheduler.serving.admin_client:drain",
         "move all requests away from an instance, before it is stopped",
         "headway drain decode-0 --config local-pd",
-    ),
-    "replay": Verb(
-        "rescheduler.serving.replay:replay",
-        "show a recorded log of the page, or two of them",
-        "headway replay runs/see-without-migration.jsonl.gz",
     ),
     "coordinator": Verb(
         "rescheduler.coordinator.coordinator:coordinator",

@@ -9,7 +9,8 @@ from typing import Any
 
 from rescheduler.coordination.link import CoordinatorSilentError, Link, LinkSocket
 from rescheduler.coordination.messages import RefusedMessages
-from rescheduler.engines.deployment import Deployment, ProxyOptions
+from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts

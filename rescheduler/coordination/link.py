@@ -37,8 +37,9 @@ from rescheduler.coordination.messages import (
 )
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import LiveRequest, Prefilling, Waiting
+from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome
+from rescheduler.placement.request_states import Prefilling, Waiting
 from rescheduler.step_time.profile import MeanStepTime
 
 FAR = 32

@@ -67,6 +67,7 @@ class Sessions:
         self._shared, self._cluster = shared, shared.cluster
         self.by_name: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
+        self._gone: dict[str, dict[int, Mirror]] = {}  # requests of proxies that may come back
         self._begun = 0
         self._first: float | None = None
         self._deployment, self._lost_seconds = deployment, lost_seconds
@@ -137,6 +138,7 @@ class Sessions:
     def _begin(self, report: Report, peer: bytes, address: str | None) -> Session:
         self._begun += 1
         session = Session(report.session, self._begun, peer, address, self._shared)
+        session.forgotten = self._gone.pop(report.session, {})
         self.by_name[report.session] = self._by_peer[peer] = session
         logger.info("%s: connected", session)
         self._take_draining(report)
@@ -164,6 +166,9 @@ class Sessions:
                 logger.warning("%s: gone, with %d requests", session, len(session.mirrors))
                 self.disconnected(session)
                 del self.by_name[name]
+                self._gone[name] = session.forgotten
+                if len(self._gone) > MOST_SESSIONS:
+                    del self._gone[next(iter(self._gone))]
                 await session.close()
 
     def _step_seconds(self) -> float:
@@ -433,7 +438,8 @@ def coordinator(config: Deployment, record: Path | None = None, verbose: bool = 
 
     Args:
         config: the deployment, with a section `coordinator`.
-        record: Log to this new file what the page shows, twice a second, for `headway replay`.
+        record: Log to this new file what the page shows, twice a second, for `headway demo
+            --replay`.
         verbose: also log where requests go, why none is moved, and the messages of libraries.
 
     Raises:

@@ -114,6 +114,7 @@ class Mirror(Placeable):
             instances[record.instance] if record.instance >= 0 else None,
             instances[record.destination] if record.destination >= 0 else None,
         )
+        self.had_decode_place = self.had_decode_place or record.hop >= 0
         self.had_place = self.had_place or record.hop >= 0
 
     def wait(self, now: float) -> None:
@@ -187,6 +188,8 @@ class Session:
         peer: its connection; None while it has none.
         mirrors: its requests, by handle.
         known: whether its requests are: a whole report has come, and none was missed since.
+        forgotten: requests that it may report anew, by handle. They have been charged as if they
+            had ended; what is reported anew is charged anew, and not twice.
     """
 
     def __init__(
@@ -200,6 +203,7 @@ class Session:
         self._incarnation, self._shared = f"{shared.incarnation}/{number}", shared
         self._cluster, self._instances = shared.cluster, shared.cluster.all
         self.mirrors: dict[int, Mirror] = {}
+        self.forgotten: dict[int, Mirror] = {}
         self._accounts: Counter[str] = Counter()
         # What has had a place may wait for another one though the pool is full; not without end.
         self._again = asyncio.Semaphore(shared.pool)
@@ -244,6 +248,7 @@ class Session:
                 if not await self._goes_on(i):
                     return
                 self._forget(mirror, by_itself=False)
+            self.forgotten = {h: one for h, one in self.forgotten.items() if h in listed}
         for i, record in enumerate(report.records):
             if not await self._goes_on(i):
                 return
@@ -278,7 +283,7 @@ class Session:
             logger.exception("%s: a request cannot be followed", self)
             mirror = self.mirrors.get(handle)
             if mirror is not None:
-                self._forget(mirror, by_itself=False)
+                self._forget_for_now(mirror)
 
     async def close(self) -> None:
         """Forget the proxy and all of its requests: it is gone."""
@@ -293,7 +298,7 @@ class Session:
                 await asyncio.sleep(0)
             if mirror.order is not None:
                 self._end_order(mirror, MoveOutcome("gone"))
-            self._forget(mirror, by_itself=False)
+            self._forget_for_now(mirror)
         self._cluster.dispatcher.wake()
 
     async def move(self, mirror: Mirror, target: InstanceState, why: str) -> MoveOutcome:
@@ -360,7 +365,8 @@ class Session:
         mirror.booked = mirror.booked_in = 0
         mirror.be(record, self._instances)
         if mirror.instance is not None and mirror not in mirror.account.charges:
-            self._cluster.accounts.placed(mirror)  # by its proxy itself, or before a restart
+            # By its proxy itself, or before a restart.
+            self._cluster.accounts.placed(mirror, for_prefill=mirror.hop < 0)
         instance = mirror.instance
         if mirror.generating and not generated and instance and instance.breaker.closed:
             instance.breaker.succeeded()
@@ -374,6 +380,10 @@ class Session:
         mirror = Mirror(record, self.name, self._cluster.placements)
         mirror.arrived = self._shared.clock() - record.waited
         mirror.account = self._account(record.account)
+        before = self.forgotten.pop(record.handle, None)
+        if before is not None:
+            before.account.take_back(before)
+            mirror.foreseen_tokens = before.foreseen_tokens
         self._accounts[mirror.account.name] += 1
         self.mirrors[record.handle] = mirror
         sharing = self._shared.names.setdefault(mirror.external_id, {})
@@ -489,6 +499,7 @@ class Session:
 
     def _end(self, ended: Ended) -> None:
         mirror = self.mirrors.get(ended.handle)
+        self.forgotten.pop(ended.handle, None)
         if mirror is not None:
             # Of an answer that comes as a whole only its engine knows, by telemetry.
             mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
@@ -517,6 +528,11 @@ class Session:
         self._cluster.accounts.ended(mirror, by_itself)
         if followed and self._cluster.forecasts is not None:
             self._cluster.forecasts.handed_over(mirror, next(iter(sharing)))
+
+    def _forget_for_now(self, mirror: Mirror) -> None:
+        """Forget a request that may be reported anew."""
+        self._forget(mirror, by_itself=False)
+        self.forgotten[mirror.handle] = mirror
 
     def _stop_asking(self, mirror: Mirror) -> None:
         asking, mirror.asking = mirror.asking, None

@@ -5,8 +5,9 @@ import csv
 import io
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from msgspec import to_builtins
@@ -19,22 +20,22 @@ from data_collection.files import write_text_atomically
 from data_collection.versions import machine, source_commit, versions
 from data_collection.workload.arrivals import TimeUnit
 from rescheduler.commands.event_loop import held_interrupts, raise_open_files
-from rescheduler.demo.demo_load import (
-    metric_total,
-    moves,
-    preemptions,
-    say,
-    scheduler_failures,
-)
-from rescheduler.demo.scripted_load import (
+from rescheduler.demo.load import (
     TPOT_S,
     TTFT_S,
     EmulatedAnswer,
     EmulatedRequest,
     answer_figures,
+    asked_body,
     changed_answers,
+    metric_total,
+    moves,
+    preemptions,
+    say,
+    scheduler_failures,
     serve_answers,
     step_sums,
+    watched,
 )
 from rescheduler.emulation.emulate_options import MOST_EXCESS
 from rescheduler.emulation.scripted_answers import LARGEST
@@ -43,7 +44,8 @@ from rescheduler.engines.emulated_deployment import emulated, emulated_engine, m
 from rescheduler.engines.launch_engines import PROXY, Launched, launched
 from rescheduler.simulator.config.simulation_config import SLOConfig
 from rescheduler.simulator.results.report import json_text, refuse_foreign_folder
-from rescheduler.simulator.workloads.trace_files import TraceFile, TraceFormatName
+from rescheduler.simulator.workloads.trace_files import TraceFile
+from rescheduler.simulator.workloads.trace_formats import TraceFormatName
 
 _REPORT = "rehearsal.json"
 _SHOWN = {
@@ -58,7 +60,9 @@ _SHOWN = {
 """Figures in seconds, and what the table calls them."""
 _TWICE = ("prompts_computed_twice", "kv_load_failures")
 """Counters of prompts whose blocks nobody could read any more, at the proxy and at an engine."""
-_INTERRUPTED = 130
+_INTERRUPTED = "interrupted"
+_BUSY_SECONDS = 5.0
+"""Of steps, below which one late one would count for much."""
 
 
 def rehearse(
@@ -77,11 +81,10 @@ def rehearse(
 
     Starts the deployment's engines and proxy on this machine, without a GPU, and sends each
     request of the trace when it came, with a prompt of as many tokens. The engines are vLLM's own
-    but for the model: a step lasts as long as on the GPU that they emulate, and an answer has as
-    many tokens as in the trace, which neither the scheduler nor the router is told. Compare two
-    routing policies, orders or planners by running it twice, as in --routing '{name: headroom}'.
-    Ctrl-C ends it early and reports what has been answered. Seconds are the
-    emulated GPU's.
+    but for the model. A step lasts as long as on the GPU that they emulate. An answer has as many
+    tokens as in the trace, but neither the scheduler nor the router knows this number. To compare
+    two routing policies, orders or planners, run it twice, as in --routing '{name: headroom}'.
+    Ctrl-C ends it early and reports what has been answered. Seconds are the emulated GPU's.
 
     Args:
         trace: file of requests: Azure's, BurstGPT's, Mooncake's or Headway's own columns, plain
@@ -98,8 +101,8 @@ def rehearse(
         overwrite: write to ``out`` whatever is in it.
 
     Returns:
-        The exit status: 0 where all was served, 1 where figures are not to be trusted, since the
-        machine did not keep up or a server died, 130 after Ctrl-C.
+        The exit status: 0 if all was served, 130 after Ctrl-C, and 1 if the figures are not to be
+        trusted: the machine did not keep up, or a server died.
 
     Raises:
         ValueError: a file, an option or a request that cannot be rehearsed.
@@ -116,10 +119,11 @@ def rehearse(
     load = _load(read, rate, emulated_engine(config.engine).max_model_len)
     say(read.read_as)
     steps = out / "steps" / time.strftime("%Y%m%d-%H%M%S")
-    rehearsal = _Rehearsal(_prepared(config, steps), load, steps)
+    deployment = _prepared(config, steps)
+    answers = [EmulatedAnswer(request) for request in load]
     about = {
         "made_by": "headway rehearse",
-        "deployment": to_builtins(rehearsal.deployment),
+        "deployment": to_builtins(deployment),
         "trace": read.read_as,
         "commit": source_commit(),
         "machine": machine(),
@@ -130,10 +134,25 @@ def rehearse(
         write_text_atomically(out / _REPORT, json_text({"_about": about}))
     raise_open_files()
     logs = out / "logs"
-    with launched(rehearsal.deployment, logs, serve=True, show=True, tethered=True) as running:
-        served = rehearsal.run(running)
+    with launched(deployment, logs, serve=True, show=True, tethered=True) as running:
+        last = _dilation(deployment) * max(request.arrives for request in load)
+        say(
+            f"Serving {len(load)} requests, the last of which comes after {last:,.0f} s. "
+            f"See it in a browser: {deployment.admin_url}/ui (its token: see {logs}/proxy.log)"
+        )
+        since = time.perf_counter()
+        try:
+            ended = asyncio.run(_served(deployment, answers, running))
+        except KeyboardInterrupt:
+            ended = _INTERRUPTED
         with held_interrupts():  # an impatient Ctrl-C would lose what has been served
-            return _report(served, rehearsal, slo or SLOConfig(TTFT_S, TPOT_S), about, out)
+            answers = [answer for answer in answers if answer.tokens or answer.error]
+            goals = slo or SLOConfig(TTFT_S, TPOT_S)
+            counted = _counted(deployment)
+            counted["excess"] = excess(
+                [steps / f"{i.name}.csv" for i in deployment.instances], since
+            )
+            return _report(deployment, answers, counted, ended, goals, about, out)
 
 
 def _prepared(deployment: Deployment, steps: Path) -> Deployment:
@@ -173,129 +192,120 @@ def _load(trace: TraceFile, rate: float | None, longest: int | None) -> list[Emu
     return [EmulatedRequest(i % LARGEST, *row) for i, row in enumerate(rows)]
 
 
-_BUSY_SECONDS = 5.0
-"""Of steps, below which one late one would count for much."""
+def _dilation(deployment: Deployment) -> float:
+    assert deployment.engine.emulate is not None
+    return deployment.engine.emulate.dilation
 
 
-class _Served(NamedTuple):
-    """What clients and servers saw.
+def _counted(deployment: Deployment) -> dict[str, float]:
+    """Return how many requests were preempted, moved, and had their prompt computed twice."""
+    metrics = f"{deployment.proxy_url}/metrics"
+    try:
+        return {
+            "preemptions": preemptions(deployment),
+            "moves": moves(deployment),
+            "computed_twice": sum(
+                metric_total(metrics, f"headway_proxy_{name}_total") for name in _TWICE
+            ),
+        }
+    except OSError as error:
+        say(f"How many requests were preempted and moved is unknown: {error}")
+        return dict.fromkeys(("preemptions", "moves", "computed_twice"), np.nan)
 
-    Preemptions, moves and prompts computed twice are NaN where nobody says, ``excess`` where no
-    engine logged its steps.
+
+def excess(logs: list[Path], since: float) -> float:
+    """Return by how much steps were too long: all engines', or of one that had much to do.
+
+    It is NaN where no engine has logged a step since.
     """
-
-    answers: list[EmulatedAnswer]
-    preempted: float
-    moved: float
-    computed_twice: float
-    excess: float
-    ended: str
-    """Why it ended early, or nothing."""
-    interrupted: bool
+    logs = [log for log in logs if log.exists()]
+    every = step_sums(logs, since)
+    alone = (step_sums([log], since) for log in logs)
+    busy = (one.excess for one in alone if one.asked > max(_BUSY_SECONDS, every.asked / 100))
+    return max([every.excess, *busy]) if every.steps else np.nan
 
 
-class _Rehearsal:
-    """A load and the deployment that serves it."""
+async def _served(deployment: Deployment, answers: list[EmulatedAnswer], running: Launched) -> str:
+    """Serve the load; return why it ended early or went wrong, or nothing."""
+    longest = max(answer.request.answer_tokens for answer in answers)
+    asked = partial(asked_body, deployment.served_name, salt=time.time_ns(), max_tokens=longest)
+    load = serve_answers(deployment.proxy_url, answers, asked, _dilation(deployment))
+    columns = (
+        TextColumn("serving"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[running]} running"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("serving", total=len(answers), running=0)
 
-    def __init__(self, deployment: Deployment, load: list[EmulatedRequest], steps: Path) -> None:
-        self.deployment, self._steps = deployment, steps
-        self._answers = [EmulatedAnswer(request) for request in load]
-        assert deployment.engine.emulate is not None
-        self.dilation = deployment.engine.emulate.dilation
+        async def look() -> str:
+            done = sum(bool(answer.tokens or answer.error) for answer in answers)
+            sent = sum(answer.sent > 0 for answer in answers)
+            progress.update(task, completed=done, running=sent - done)
+            for server in running.take_ended():
+                say(f"headway rehearse: {server.why_it_ended()}")
+                if server.name == PROXY or not running.is_running:
+                    return f"{server.name} ended"
+            return ""
 
-    def run(self, running: Launched) -> _Served:
-        """Serve the load, unless it is interrupted or there is nobody left to serve it."""
-        last = self.dilation * max(one.request.arrives for one in self._answers)
-        say(
-            f"Serving {len(self._answers)} requests, the last of which comes after {last:,.0f} s. "
-            f"See it in a browser: {self.deployment.admin_url}/ui "
-            f"(its token: see {running.logs}/proxy.log)"
-        )
-        since, ended, interrupted = time.perf_counter(), "", False
-        try:
-            ended = asyncio.run(self._served(running))
-        except KeyboardInterrupt:
-            interrupted = True
-        with held_interrupts():
-            answers = [one for one in self._answers if one.tokens or one.error]
-            return _Served(answers, *self._counted(), self._excess(since), ended, interrupted)
-
-    def _counted(self) -> tuple[float, float, float]:
-        """Return how many requests were preempted, moved, and had their prompt computed twice."""
-        metrics = f"{self.deployment.proxy_url}/metrics"
-        try:
-            twice = sum(metric_total(metrics, f"headway_proxy_{name}_total") for name in _TWICE)
-            return preemptions(self.deployment), moves(self.deployment), twice
-        except OSError as error:
-            say(f"How many requests were preempted and moved is unknown: {error}")
-            return np.nan, np.nan, np.nan
-
-    def _excess(self, since: float) -> float:
-        """Return by how much steps were too long: all engines', or of one that had much to do."""
-        logs = [self._steps / f"{one.name}.csv" for one in self.deployment.instances]
-        logs = [log for log in logs if log.exists()]
-        every = step_sums(logs, since)
-        alone = (step_sums([log], since) for log in logs)
-        busy = (one.excess for one in alone if one.asked > max(_BUSY_SECONDS, every.asked / 100))
-        return max([every.excess, *busy]) if every.steps else np.nan
-
-    async def _served(self, running: Launched) -> str:
-        longest = max(one.request.answer_tokens for one in self._answers)
-        url, name = self.deployment.proxy_url, self.deployment.served_name
-        serving = asyncio.create_task(
-            serve_answers(url, name, self._answers, self.dilation, time.time_ns(), longest)
-        )
-        columns = (
-            TextColumn("serving"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[running]} running"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("serving", total=len(self._answers), running=0)
-            while not serving.done():
-                await asyncio.wait([serving], timeout=1.0)
-                done = sum(bool(one.tokens or one.error) for one in self._answers)
-                sent = sum(one.sent > 0 for one in self._answers)
-                progress.update(task, completed=done, running=sent - done)
-                for server in running.take_ended():
-                    say(f"headway rehearse: {server.why_it_ended()}")
-                    if server.name == PROXY or not running.is_running:
-                        serving.cancel()
-                        await asyncio.gather(serving, return_exceptions=True)
-                        return f"{server.name} ended"
-        await serving
-        with suppress(OSError):
-            return await asyncio.to_thread(scheduler_failures, self.deployment)
-        return ""
+        if ended := await watched(load, 1.0, look):
+            return ended
+    with suppress(OSError):
+        return await asyncio.to_thread(scheduler_failures, deployment)
+    return ""
 
 
 def _report(
-    served: _Served, rehearsal: _Rehearsal, slo: SLOConfig, about: dict[str, Any], out: Path
+    deployment: Deployment,
+    answers: list[EmulatedAnswer],
+    counted: dict[str, float],
+    ended: str,
+    slo: SLOConfig,
+    about: dict[str, Any],
+    out: Path,
 ) -> int:
-    answers = served.answers
-    answered = [one for one in answers if not one.error]
-    write_text_atomically(out / "requests.csv", _rows(answers, rehearsal.dilation))
+    """Write and print what clients and servers saw; return the exit status."""
+    dilation = _dilation(deployment)
+    write_text_atomically(out / "requests.csv", rows_of(answers, dilation))
     figures: dict[str, float] = {}
-    if answered:
-        figures = answer_figures(answers, rehearsal.dilation, slo.ttft_s, slo.tpot_s) | {
-            "preemptions": served.preempted,
-            "moves": served.moved,
-            "computed_twice": served.computed_twice,
-            "changed": float(changed_answers(answers, Path(model_to_load(rehearsal.deployment)))),
-            "excess": served.excess,
-        }
+    if any(not answer.error for answer in answers):
+        figures = answer_figures(answers, dilation, slo.ttft_s, slo.tpot_s) | counted
+        changed = changed_answers(answers, Path(model_to_load(deployment)))
+        figures["changed"] = float(changed)
     document = {
         "_about": about,
-        "ended_early": "interrupted" if served.interrupted else served.ended,
+        "ended_early": ended,
         "figures": {name: None if np.isnan(one) else one for name, one in figures.items()},
     }
     write_text_atomically(out / _REPORT, json_text(document, allow_nan=False))
     if figures:
         Console().print(_table(figures, slo))
     say(f"Written: {out / _REPORT}, {out / 'requests.csv'}")
-    return _remarks(served, figures, rehearsal.dilation)
+    failed = [answer for answer in answers if answer.error]
+    if dilation != 1:
+        say(f"Seconds are the emulated GPU's; the run took {dilation:g} times as long.")
+    if failed:
+        say(f"{len(failed)} requests failed, the first: {failed[0].error}")
+    if figures.get("changed"):
+        say(f"{figures['changed']:.0f} answers differ from their scripts: please report this.")
+    if ended:
+        why = "Interrupted" if ended == _INTERRUPTED else ended
+        say(f"{why}: the figures are of the requests answered until then.")
+    elif not figures:
+        say("No request was answered.")
+    late = counted["excess"]
+    if np.isnan(late):
+        say("Whether the machine kept up is unknown: no engine has logged its steps.")
+    elif late > MOST_EXCESS:
+        say(
+            f"Steps took {late:.1%} longer than they should, so that the figures are not "
+            f"to be trusted: raise engine.emulate.dilation, which is {dilation:g}."
+        )
+    if ended == _INTERRUPTED:
+        return 130
+    return int(not (figures and not ended and late <= MOST_EXCESS))
 
 
 def _table(figures: dict[str, float], slo: SLOConfig) -> Table:
@@ -315,34 +325,7 @@ def _table(figures: dict[str, float], slo: SLOConfig) -> Table:
     return table
 
 
-def _remarks(served: _Served, figures: dict[str, float], dilation: float) -> int:
-    """Print what makes the figures doubtful; return the exit status."""
-    failed = [one for one in served.answers if one.error]
-    if dilation != 1:
-        say(f"Seconds are the emulated GPU's; the run took {dilation:g} times as long.")
-    if failed:
-        say(f"{len(failed)} requests failed, the first: {failed[0].error}")
-    if figures.get("changed"):
-        say(f"{figures['changed']:.0f} answers differ from their scripts: please report this.")
-    if served.interrupted or served.ended:
-        why = "Interrupted" if served.interrupted else served.ended
-        say(f"{why}: the figures are of the requests answered until then.")
-    elif not figures:
-        say("No request was answered.")
-    if np.isnan(served.excess):
-        say("Whether the machine kept up is unknown: no engine has logged its steps.")
-    elif served.excess > MOST_EXCESS:
-        say(
-            f"Steps took {served.excess:.1%} longer than they should, so that the figures are not "
-            f"to be trusted: raise engine.emulate.dilation, which is {dilation:g}."
-        )
-    if served.interrupted:
-        return _INTERRUPTED
-    sound = figures and not served.ended and served.excess <= MOST_EXCESS
-    return int(not sound)
-
-
-def _rows(answers: list[EmulatedAnswer], dilation: float) -> str:
+def rows_of(answers: list[EmulatedAnswer], dilation: float) -> str:
     """Return what each client saw, in seconds of the emulated engines."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -6,6 +6,8 @@ Of an engine, what its running requests are expected to do, on one screen.
 import importlib.util
 import math
 import platform
+import re
+import shutil
 from json import dumps as encoded
 from json import loads
 from pathlib import Path
@@ -28,6 +30,7 @@ from data_collection.versions import (
     vllm_release,
     vllm_version,
 )
+from rescheduler.engines.engine_command import why_port_is_not_free
 from rescheduler.telemetry.subscriber import first_snapshot
 from rescheduler.telemetry.telemetry_view import TelemetryView
 
@@ -147,6 +150,7 @@ def _filled(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 _ADVISE = "headway advise examples/trace.csv --instances 4 --slots 32 --requests 2000"
 _LAUNCH = "headway launch --config"
+_MEMINFO, _PORT, _FEW_GIB, _LITTLE_GIB = Path("/proc/meminfo"), 8000, 8, 2
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
@@ -206,10 +210,40 @@ def next_commands(findings: list[Finding]) -> list[str]:
 
 
 def examine() -> list[Finding]:
-    """Check the interpreter, torch, vLLM and its runner, NIXL and the optional parts."""
+    """Check the machine, the interpreter, torch, vLLM, its runner, NIXL and the optional parts."""
     python = Finding("Python", "ok", f"{platform.python_version()} on {machine()}")
+    here = [_memory(_MEMINFO), _disk(Path()), _port(_PORT)]
     checked = [_torch(), _vllm(), _runner(), _torch_extras(), _nixl()]
-    return [python, *checked, *_optional_parts()]
+    return [python, *here, *checked, *_optional_parts()]
+
+
+def _memory(meminfo: Path) -> Finding:
+    """Return how much memory is available to new processes, by the kernel's estimate."""
+    try:
+        (kilobytes,) = re.findall(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        return Finding("memory", "ok", "unknown on this system")
+    available = f"{int(kilobytes) / 2**20:.1f} GiB available"
+    if int(kilobytes) < _FEW_GIB * 2**20:
+        few = f"{available}: three engines of the embedded model on a CPU take {_FEW_GIB}"
+        return Finding("memory", "note", few, "end what else runs, or launch fewer engines")
+    return Finding("memory", "ok", available)
+
+
+def _disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free / 2**30
+    if free < _LITTLE_GIB:
+        remedy = "free some, or give --out on another disk"
+        return Finding("disk", "note", f"{free:.1f} GiB free in this folder", remedy)
+    return Finding("disk", "ok", f"{free:.0f} GiB free in this folder")
+
+
+def _port(port: int) -> Finding:
+    """Return whether the port of the shipped deployments' proxy is free."""
+    why = why_port_is_not_free("127.0.0.1", port)
+    if why:
+        return Finding(f"port {port}", "note", why, f"serve with --proxy.port {port + 1}")
+    return Finding(f"port {port}", "ok", "free, for the proxy")
 
 
 def _torch() -> Finding:

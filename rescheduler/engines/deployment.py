@@ -14,35 +14,9 @@ from predictor.live.zmq_sockets import is_loopback
 from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.emulation.emulate_options import EmulateOptions, Positive
 from rescheduler.emulation.step_barrier import MOST_RANKS
+from rescheduler.engines.proxy_options import Port, ProxyOptions, TraceOptions
 from rescheduler.ordering.expected_rest import Victim
 from rescheduler.ordering.service_order import read_engine_order
-
-
-class TraceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Traces of requests for an OpenTelemetry collector.
-
-    Attributes:
-        endpoint: of the collector: ``http://HOST:4317`` for OTLP over gRPC, and with a path,
-            ``http://HOST:4318/v1/traces``, over HTTP; ``https`` encrypts.
-        sample: share of the requests that are traced, drawn at random.
-        trust_clients: a request whose client sends ``traceparent`` is traced if that says so, and
-            not otherwise; else only its trace's id is taken over.
-    """
-
-    endpoint: str
-    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
-    trust_clients: bool = False
-
-    @property
-    def protocol(self) -> str:
-        """How the collector is spoken to, in the words of ``OTEL_EXPORTER_OTLP_PROTOCOL``."""
-        has_path = urlsplit(self.endpoint).path not in ("", "/")
-        return "http/protobuf" if has_path else "grpc"
-
-
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class DeploymentError(ValueError):
@@ -55,7 +29,7 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: unique name; also its name in telemetry.
         role: ``prefill`` or ``decode``; without prefill instances, decode instances prefill too.
-        url: of its HTTP server, without a path.
+        url: address of its HTTP server, without a path.
         control: ZMQ endpoint of its control socket. Without it requests are placed there but
             never moved away alive, and a prefill instance keeps the blocks of clients that have
             left until their lease ends.
@@ -63,7 +37,7 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         devices: GPUs that `headway launch` gives it: their numbers among those that are visible to
             it, or their names, as in ``CUDA_VISIBLE_DEVICES``; None: all.
         data_parallel_rank: its rank in its data-parallel group, where each rank is an instance.
-        arguments: further flags for its vLLM, after those of ``engine``.
+        arguments: further flags for its vLLM, after the flags of ``engine``.
     """
 
     name: str
@@ -86,168 +60,16 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return urlsplit(self.url).port or 80
 
 
-class BackgroundOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What background requests (``service_tier: flex``) may use of what others leave.
-
-    Attributes:
-        slots: share of an instance's places up to which background requests are begun.
-        kv: share of its KV cache up to which they are, by what its requests are expected to hold.
-        prefill: share of its time for which prompts of background requests are computed there.
-        pool: of them that wait, at most; beyond it clients get 429 with ``Retry-After``.
-    """
-
-    slots: Share = 0.5
-    kv: Share = 0.75
-    prefill: Share = 0.1
-    pool: Positive = 1024
-
-
-class AccountOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who a client is, and how much of what all share it may have where others wait.
-
-    Attributes:
-        header: that names the client, set by what stands before the proxy, which must let nobody
-            else set it; None: a client is its address, or its API key.
-        weights: of accounts by name, a header's value or an address; others have 1.
-    """
-
-    header: str | None = None
-    weights: dict[str, Annotated[float, msgspec.Meta(ge=0.001, le=1000)]] = {}
-
-
-class PastOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How much of the lengths of earlier requests is kept, to forecast the next ones.
-
-    Attributes:
-        keys: of prefixes, at most, 32 bytes each; 0: nothing is kept.
-        file: that keeps them across restarts, as digests and figures; None: a restart forgets them.
-    """
-
-    keys: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 1 << 20
-    file: str | None = None
-
-
-class ProxyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the proxy listens, how long it waits, and how often it tries.
-
-    Attributes:
-        host: address it listens on; by default this machine only. ``::`` is every address, of IPv4
-            and IPv6.
-        port: 0 takes a free one.
-        admin_port: of this machine, on which `headway drain` reaches the proxy; 0 takes a free one.
-        pool: requests that wait for a prefill or a decode instance, at most; beyond it clients
-            get 429 with ``Retry-After``.
-        prefill_concurrency: requests sent to a prefill instance at a time.
-        ahead: requests that are prefilled or wait for a decode instance after it, at most, so
-            that they do not fill the prefill instances' memory.
-        pool_seconds: longest wait for an instance, then 503.
-        background: room of requests with ``service_tier: flex``, which wait behind all others for
-            as long as their clients do: ``slots``, ``kv``, ``prefill`` and ``pool``.
-        accounts: who a client is, ``header`` and ``weights``; see docs/order.md.
-        past: what is kept of earlier requests' lengths, ``keys`` and ``file``, where ``order``
-            goes by forecasts; see docs/order.md.
-        connect_seconds: to open a connection to an engine.
-        prefill_seconds: from sending a prompt to its prefill's answer, of an engine that is not
-            slow. After half of that the proxy asks the engine whether it still has the request,
-            and waits while it has. An engine that cannot be asked has this long, longer by the
-            prompts ahead.
-        first_token_seconds: from placing a request on a decode instance to its first token,
-            likewise.
-        token_seconds: between two tokens of a running request, likewise; and for which an engine
-            that has requests may make no step.
-        silent_seconds: for which an engine may be silent altogether; then it has failed, as one
-            on whose port nothing listens has at once.
-        freeze_seconds: from asking for a freeze to the kept blocks.
-        control_seconds: any other exchange with a control socket.
-        moved_token_seconds: to copy a running request to its target, and from handing it over to
-            its first token there; then it stays, or is rolled back.
-        attempts: placements of a request that fail in a row, until its client gets an error.
-        backoff_seconds: before the second attempt; doubles with each up to 5 s, half of it random.
-        breaker_failures: failures in a row that take an instance out of service.
-        breaker_seconds: until it is probed again; doubles while probes fail, up to 16 times.
-        probe_seconds: between two health probes of an instance in service.
-        concurrent_migrations: moved at the same time, at most.
-        shutdown_seconds: that running requests have to end after SIGTERM, or until a second one;
-            then their streams end with an error event.
-        connections: of clients, at most, half of them for one address; None: as many as the limit
-            of open files allows.
-        idle_seconds: for which a connection may be without a request, or a request's headers
-            incomplete.
-        body_seconds: for which a request's body may be incomplete.
-        largest_body_mb: largest request body, in MiB.
-        bodies_mb: of all requests that are being served, as far as they have arrived, at most, in
-            MiB, half of it for one address; beyond it clients get 503 with ``Retry-After``.
-        client_buffer_kb: of an answer, kept for a client that reads slowly, in KiB; then its
-            request waits for it.
-        client_write_seconds: for which a client may take none of its answer; then it is
-            disconnected.
-        keep_alive_seconds: after which a stream without a byte gets its headers and a comment, and
-            again as often; 0: never. Until then an error has its HTTP status.
-        promise_levels: probability with which a request must be expected to finish when it asks to,
-            by its ``service_tier``; other tiers take that of ``default``.
-        progress_seconds: between two comments of a stream that asks when it will finish.
-        forward_priority: let engines see the ``priority`` that clients ask for.
-        engine_key_file: holds the API key of the engines, for probes; None: the environment
-            variable ``VLLM_API_KEY``, if it is set.
-        allowed_origins: of web pages whose scripts may read answers, as ``https://chat.example``;
-            ``*`` allows all.
-        traces: where traces of requests are sent, as ``{endpoint: http://HOST:4317}``, and their
-            ``sample``, the share of the requests that are traced (0.01); None: there are none.
-    """
-
-    host: str = "127.0.0.1"
-    port: Port = 8000
-    admin_port: Port = 8001
-    pool: Positive = 256
-    prefill_concurrency: Positive = 4
-    ahead: Positive = 32
-    pool_seconds: Seconds = 120.0
-    background: BackgroundOptions = BackgroundOptions()
-    accounts: AccountOptions = AccountOptions()
-    past: PastOptions = PastOptions()
-    connect_seconds: Seconds = 2.0
-    prefill_seconds: Seconds = 120.0
-    first_token_seconds: Seconds = 60.0
-    token_seconds: Seconds = 30.0
-    silent_seconds: Seconds = 60.0
-    freeze_seconds: Seconds = 5.0
-    control_seconds: Seconds = 5.0
-    moved_token_seconds: Seconds = 10.0
-    attempts: Positive = 8
-    backoff_seconds: Seconds = 0.1
-    breaker_failures: Positive = 3
-    breaker_seconds: Seconds = 1.0
-    probe_seconds: Seconds = 2.0
-    concurrent_migrations: Positive = 4
-    shutdown_seconds: Seconds = 600.0
-    connections: Positive | None = None
-    idle_seconds: Seconds = 75.0
-    body_seconds: Seconds = 30.0
-    largest_body_mb: Positive = 8
-    bodies_mb: Positive = 512
-    client_buffer_kb: Positive = 256
-    client_write_seconds: Seconds = 60.0
-    keep_alive_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    promise_levels: dict[str, Annotated[float, msgspec.Meta(gt=0, le=0.999)]] = msgspec.field(
-        default_factory=lambda: {"default": 0.95}
-    )
-    progress_seconds: Annotated[float, msgspec.Meta(ge=0.1)] = 2.0
-    forward_priority: bool = False
-    engine_key_file: str | None = None
-    allowed_origins: list[str] = []
-    traces: TraceOptions | None = None
-
-
 class CoordinatorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where `headway coordinator` listens, and for how long anyone may be silent.
 
     Attributes:
         endpoint: ZMQ endpoint that it binds and proxies connect to.
         host: address of its ``/health``, ``/ready`` and ``/metrics``; by default this machine only.
-        port: of these; 0 takes a free one.
+        port: Port of these. 0 takes a free one.
         silent_seconds: without a word from it for this long, proxies place requests themselves.
         lost_seconds: without a word from a proxy for this long, its requests are taken to be over.
-        settle_seconds: that a new coordinator gives the proxies to report what runs.
+        settle_seconds: time that a new coordinator gives the proxies to report what runs.
     """
 
     endpoint: str
@@ -262,7 +84,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How `headway launch` starts the engines; the proxy does not read it.
 
     Attributes:
-        dtype: of the weights and the KV cache.
+        dtype: type of the weights and the KV cache.
         max_model_len: longest context in tokens.
         max_num_seqs: requests an engine runs at a time.
         block_size: tokens of a KV block.
@@ -273,15 +95,15 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         k: engine steps between two forecasts.
         batching: how engines that prefill and decode form their batches, as in
             `rescheduler.batching.batching_config`; None: as vLLM does.
-        order: of service of what waits in an engine itself, as ``order`` of the deployment, and
-            with its own ``prompt_checkpoint``; None: as it came.
-        victim: whom a decode instance suspends when its KV cache is full, as in
+        order: Scheduling order of the requests that wait in an engine itself, as ``order`` of the
+            deployment, and with its own ``prompt_checkpoint``. None: in order of arrival.
+        victim: which request a decode instance suspends when its KV cache is full, as in
             `rescheduler.ordering.victims`.
-        emulate: the GPU that engines emulate, in place of computing anything; None: they compute.
+        emulate: the GPU that engines emulate, instead of computing anything; None: they compute.
         threads: CPU threads of an engine.
-        side_channel_port: of the first engine's NIXL side channel; the others' follow.
-        drain_seconds: that an engine's requests have after SIGTERM to move away or to end there; 0
-            stops it at once.
+        side_channel_port: port of the first engine's NIXL side channel; the others use the next.
+        drain_seconds: Time after SIGTERM in which an engine's requests may move away or end there.
+            0 stops the engine at once.
         arguments: further flags for vLLM.
         environment: further environment variables.
     """
@@ -315,16 +137,16 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         instances: at least one decode instance; without prefill instances they prefill too.
         keys: folder created by `headway keys`, needed where an endpoint leaves the machine.
         routing: name and options of a routing policy.
-        order: name and options of the order in which waiting requests are served.
+        order: name and options of the scheduling order: which waiting request goes first.
         prompt_checkpoint: predictor that reads prompts, for requests that no engine has forecast
             yet; None: they are expected to be like those that ended lately.
         migration: name, ``interval_seconds`` and options of a migration policy; None: requests
             only move away from instances that drain or die.
-        coordinator: what `headway coordinator` and the proxies that it serves need to know; None:
-            `headway serve` places and moves by itself, and must be the only proxy.
+        coordinator: What `headway coordinator` and the proxies that it serves need to know. None:
+            `headway serve` places and moves on its own, and must be the only proxy.
         proxy: options of `headway serve`.
         engine: options of `headway launch`.
-        ray: of a deployment that `headway ray launch` starts, with counts in place of addresses.
+        ray: section of a deployment that `headway ray launch` starts: counts instead of addresses.
     """
 
     documented: ClassVar[str] = (

@@ -112,7 +112,9 @@ def in_real_time(deployment: Deployment) -> Deployment:
 
 def _slowed(order: dict[str, Any], factor: float) -> dict[str, Any]:
     """Return an order of service whose rate, per second, is given in the emulated time."""
-    rate = order.get("gamma")
+    rate, shadow = order.get("gamma"), order.get("shadow")
+    if isinstance(shadow, dict):
+        order = {**order, "shadow": _slowed(shadow, factor)}
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         return order
     return {**order, "gamma": rate / factor}

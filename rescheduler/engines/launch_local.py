@@ -9,8 +9,9 @@ import msgspec
 import yaml
 
 from data_collection.files import write_text_atomically
-from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
+from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
 from rescheduler.engines.engine_command import LaunchError, why_port_is_not_free
+from rescheduler.engines.proxy_options import ProxyOptions
 
 _HOST = "127.0.0.1"
 _FIRST, _END = 20_000, 32_000  # below those that the system gives to outgoing connections

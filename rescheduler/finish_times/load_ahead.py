@@ -163,9 +163,9 @@ def load_ahead(
 
 def compile_load_ahead() -> None:
     """Compute a load once, so that no request waits for a compiler."""
-    one = np.ones(1, dtype=np.int64)
+    one, room = np.ones(1, dtype=np.int64), np.full(1, 100)
     queue = Queue(np.ones((1, len(STEPS))), one, one - 1)
-    found = load_ahead(PointForecast.new([1.0]), one - 1, one, one, one, queue)
+    found = load_ahead(PointForecast.new([1.0]), one - 1, one, room, room, queue)
     found.with_one_more(np.ones(len(STEPS)), 1)
 
 

@@ -23,9 +23,9 @@ from rescheduler.engines.engine_command import (
     check_versions,
     why_port_is_not_free,
 )
-from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_local import free_blocks, write_deployment
 from rescheduler.engines.launch_process import GRACE_SECONDS, START_SECONDS, Stage
+from rescheduler.engines.launch_progress import LaunchProgress
 from rescheduler.on_ray.ray_cluster import NoAnswerError, RayCluster, connected, wait_until
 from rescheduler.on_ray.ray_deployment import (
     COORDINATOR,

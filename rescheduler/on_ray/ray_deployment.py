@@ -13,9 +13,9 @@ from rescheduler.engines.deployment import (
     CoordinatorOptions,
     Deployment,
     DeploymentError,
-    Seconds,
     check_policies,
 )
+from rescheduler.engines.proxy_options import Seconds
 from rescheduler.serving.connection import url_of
 
 COORDINATOR = "coordinator"

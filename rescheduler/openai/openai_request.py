@@ -11,7 +11,7 @@ from msgspec import Raw
 from msgspec.json import encode
 
 from data_collection.capture.requests import MIGRATION_PARAMS
-from rescheduler.transfer.migration_params import signed
+from rescheduler.transfer.migration_params import Suspended, signed
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -259,7 +259,12 @@ class EngineBodies:
         return encode(body)
 
     def decode(
-        self, request: ClientRequest, id: str, hop: int, params: dict[str, Any] | None
+        self,
+        request: ClientRequest,
+        id: str,
+        hop: int,
+        params: dict[str, Any] | None,
+        suspended: Suspended = None,
     ) -> bytes:
         """Return what a decode instance is asked for a request that has no token yet.
 
@@ -271,8 +276,8 @@ class EngineBodies:
         if not request.direct:
             # The engine streams tokens to the proxy, and parses all of them at the end.
             parsed_whole = request.tools and request.movable and not request.stream
-            whole = {"answer": {"whole": True}} if parsed_whole else {}
-            body["kv_transfer_params"] = self._transfer(params or {}, id=id, hop=hop, **whole)
+            more = _some(answer={"whole": True} if parsed_whole else None, suspended=suspended)
+            body["kv_transfer_params"] = self._transfer(params or {}, id=id, hop=hop, **more)
         return encode(body)
 
     def resumed(
@@ -284,6 +289,7 @@ class EngineBodies:
         output_token_ids: list[int],
         params: dict[str, Any] | None,
         answer: dict[str, Any] | None = None,
+        suspended: Suspended = None,
     ) -> bytes:
         """Return what a decode instance is asked for a request that has tokens already.
 
@@ -295,8 +301,8 @@ class EngineBodies:
             key: value for key, value in request.body.items() if key not in _NOT_FOR_RESUMED
         }
         _stream_tokens(request, body)
-        so_far = {} if answer is None else {"answer": answer}
-        transfer = self._transfer(params or {}, id=id, hop=hop, generated=generated, **so_far)
+        more = _some(answer=answer, suspended=suspended)
+        transfer = self._transfer(params or {}, id=id, hop=hop, generated=generated, **more)
         if request.chat:
             transfer["prompt_token_ids"] = prompt_token_ids + output_token_ids
         else:
@@ -333,6 +339,10 @@ class EngineBodies:
     def _transfer(self, params: dict[str, Any], **headway: Any) -> dict[str, Any]:
         params = {**params, MIGRATION_PARAMS: headway}
         return params if self._secret is None else signed(params, self._secret)
+
+
+def _some(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _stream_tokens(request: ClientRequest, body: dict[str, Any]) -> None:

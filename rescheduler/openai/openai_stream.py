@@ -86,8 +86,12 @@ class Chunk(msgspec.Struct):
     @property
     def prompt(self) -> list[int]:
         """Token ids of the prompt, which the first chunk of either endpoint brings."""
-        found = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices)]
-        return next(filter(None, found), [])
+        if self.prompt_token_ids:
+            return self.prompt_token_ids
+        for choice in self.choices:  # looked at for each token of an engine that tells none
+            if choice.prompt_token_ids:
+                return choice.prompt_token_ids
+        return []
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,35 +1,26 @@
-"""Reading what a client asks for.
+"""Reading what a client asks for."""
 
-A body is read no further than the proxy has to: what is only handed on to an engine stays as the
-bytes that came, so that no body keeps the event loop busy for long.
-"""
-
-import json
 import time
-from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Raw
 
+from rescheduler.openai.body_fields import FIELDS, fields_of, some_of, unreadable
 from rescheduler.openai.openai_request import (
     CHAT,
     LONGEST_MODEL,
     MOST_ANSWERS,
     MOST_TOKENS,
-    UNREADABLE,
     ClientRequest,
     RequestRefusedError,
     TextRules,
 )
 
 _DEFAULT_MAX_TOKENS = 16  # of /v1/completions
-_MOST_OTHER_BYTES = 256 << 10
 _MOST_MESSAGES_BYTES = 1 << 20
-_MOST_PARTS = 65_536  # of a chat, messages included
+_MOST_PARTS = 16_384  # of a request, messages included
 _MOST_MEDIA = 1_024  # parts that are weighed
-_PLACEHOLDER = 4  # bytes of null
 _MOST_STOPS = 64
 _MOST_STOP_CHARACTERS = 16 << 10
 _DAY = 86_400.0
@@ -41,28 +32,6 @@ _LAST = Raw(b"%d" % (2**31 - 1))
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
-
-
-_LARGE = (
-    "prompt",
-    "messages",
-    "input",
-    "instructions",
-    "system",
-    "tokens",
-    "text_1",
-    "text_2",
-    "query",
-    "tools",
-    "documents",
-    "chat_template",
-    "prompt_embeds",
-    "suffix",
-    "response_format",
-    "structured_outputs",
-    "logit_bias",
-)
-"""Fields of any size; all others together must be small."""
 
 
 class _Promise(msgspec.Struct):
@@ -132,7 +101,7 @@ Fields = TypeVar("Fields", _Read, _ReadForwarded)
 _ABSENT = Raw()
 
 
-class _Part(msgspec.Struct):
+class _Part(msgspec.Struct, gc=False):
     """A part of a message: of text, or of media in a field of its own."""
 
     type: str = "text"
@@ -150,7 +119,7 @@ class _Part(msgspec.Struct):
         return sum(map(len, msgspec.structs.astuple(self)[1:]))
 
 
-class _Message(msgspec.Struct):
+class _Message(msgspec.Struct, gc=False):
     content: str | list[_Part] | None = None
 
 
@@ -169,10 +138,6 @@ _OF_ITEMS = (
 )
 """Lists of what the endpoints of `FORWARDED` embed, classify or score one by one."""
 
-_large = msgspec.json.Decoder(
-    msgspec.defstruct("_Large", [(name, Raw, Raw(b"null")) for name in _LARGE])
-)
-_fields = msgspec.json.Decoder(dict[str, Raw])
 _flag = msgspec.json.Decoder(bool | None)
 _messages = msgspec.json.Decoder(list[_Message])
 _prompts = msgspec.json.Decoder(list[Raw])
@@ -197,7 +162,7 @@ def read_request(
     Raises:
         RequestRefusedError: no JSON object, or a field that only the proxy may set.
     """
-    body = _fields_of(raw)
+    body = fields_of(raw)
     promise, progress = _promise(body), _takes_progress(body)
     read, unread = _checked(body, _Read)
     tier, model = _ranked(body, read, unread, priority, ranks), _model(read, unread)
@@ -264,7 +229,7 @@ def read_forwarded(
     Raises:
         RequestRefusedError: as for `read_request`, or it needs a response of another instance.
     """
-    body = _fields_of(raw)
+    body = fields_of(raw)
     for field in _Promise.__struct_fields__:
         if field in body:
             raise RequestRefusedError(400, f"`{field}`: no promise is given for {path}", field)
@@ -278,7 +243,7 @@ def read_forwarded(
         path=path,
         body=body,
         size=len(raw),
-        media=sum(_media(body.get(name))[1] for name in ("messages", "input")),
+        media=_media_of(body),
         request_id=read.request_id,
         model=_model(read, unread),
         stream=bool(read.stream),
@@ -322,7 +287,7 @@ def _promise(body: dict[str, Raw]) -> _Promise:
     Raises:
         RequestRefusedError: 400, no number, out of range, or in another unit.
     """
-    given = _some(body, _Promise)
+    given = some_of(body, _Promise)
     for name in _Promise.__struct_fields__:
         body.pop(name, None)
     try:
@@ -366,7 +331,7 @@ def _takes_progress(body: dict[str, Raw]) -> bool:
     if given is None or b"headway" not in bytes(given):
         return False
     try:
-        options = _fields.decode(given)
+        options = FIELDS.decode(given)
         if "headway" not in options:
             return False
         asked = _flag.decode(options["headway"])
@@ -409,54 +374,6 @@ def _model(read: _Read | _ReadForwarded, unread: list[str]) -> str:
     return name if len(name) <= LONGEST_MODEL and name.isprintable() else ""
 
 
-def _fields_of(raw: bytes) -> dict[str, Raw]:
-    """Return the fields of a body, each as its bytes.
-
-    Millions of small fields would take seconds to read: so what is not in fields that may be
-    large is weighed first. The large ones, for which all streams wait, are read only once.
-    """
-    try:
-        encoding = json.detect_encoding(raw)
-        if encoding != "utf-8":
-            raw = raw.decode(encoding).encode()
-        if len(raw) <= _MOST_OTHER_BYTES:
-            return _fields.decode(raw)
-        large = _large.decode(raw)
-        found: dict[str, Raw] = msgspec.structs.asdict(large)
-        given = {name: value for name, value in found.items() if len(value) > _PLACEHOLDER}
-        others = len(raw) - sum(map(len, given.values()))
-        if others > _MOST_OTHER_BYTES:
-            raise RequestRefusedError(
-                400,
-                f"fields other than {', '.join(_LARGE)} take {others} bytes together, more "
-                f"than {_MOST_OTHER_BYTES}",
-            )
-        return {**_fields.decode(_without(raw, given.values())), **given}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _unreadable(error) from error
-
-
-def _without(raw: bytes, values: Iterable[Raw]) -> bytes:
-    """Return a document with null in place of values that are parts of it."""
-    start = _address(raw)
-    cuts = sorted((_address(value) - start, len(value)) for value in values)
-    parts, at = [], 0
-    for offset, size in cuts:
-        parts.append(raw[at:offset])
-        at = offset + size
-    return b"null".join([*parts, raw[at:]])
-
-
-def _address(data: bytes | Raw) -> int:
-    """Return where data is in memory: a value points into the document that it was read from."""
-    return int(np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0])
-
-
-def _unreadable(error: Exception) -> RequestRefusedError:
-    message = f"the body is not a valid JSON object: {error}"
-    return RequestRefusedError(400, message, "body", kind=UNREADABLE)
-
-
 def _checked(body: dict[str, Raw], kind: type[Fields]) -> tuple[Fields, list[str]]:
     """Return the fields that the proxy reads, and the names of those that only an engine can.
 
@@ -466,19 +383,13 @@ def _checked(body: dict[str, Raw], kind: type[Fields]) -> tuple[Fields, list[str
         RequestRefusedError: no JSON, or a field that only the proxy may set.
     """
     try:
-        _refuse_reserved(msgspec.json.decode(_some(body, _Reserved), type=_Reserved))
+        _refuse_reserved(msgspec.json.decode(some_of(body, _Reserved), type=_Reserved))
         try:
-            return msgspec.json.decode(_some(body, kind), type=kind, strict=False), []
+            return msgspec.json.decode(some_of(body, kind), type=kind, strict=False), []
         except msgspec.ValidationError:
             return _read_apart(body, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _unreadable(error) from error
-
-
-def _some(body: dict[str, Raw], kind: type[msgspec.Struct]) -> bytes:
-    return msgspec.json.encode(
-        {name: body[name] for name in kind.__struct_fields__ if name in body}
-    )
+        raise unreadable(error) from error
 
 
 def _refuse_reserved(reserved: _Reserved) -> None:
@@ -585,6 +496,14 @@ def _first_of_list(value: Raw) -> bytes:
     """Return the first character inside a list; nothing if it is no list."""
     start = bytes(memoryview(value)[:64])
     return start[1:].lstrip()[:1] if start[:1] == b"[" else b""
+
+
+def _media_of(body: dict[str, Raw]) -> int:
+    """Return the bytes of a request that are no text, if it has not too many parts."""
+    lists = [body[name] for name in ("messages", "input") if name in body]
+    if sum(bytes(one).count(b"{") for one in lists) > _MOST_PARTS:
+        return 0
+    return sum(_media(one)[1] for one in lists)
 
 
 def _media(messages: Raw | None) -> tuple[bool, int]:

@@ -58,6 +58,7 @@ class OrderParameters(NamedTuple):
     Attributes:
         kind: of `Kind`.
         gamma: of a boost, per second; 0 to estimate it from the latencies seen.
+        scale: of that estimate.
         starvation: times its expected time alone after which a request is overdue.
         by_prompt: costs count prompts alone, for which nothing is forecast.
         ahead: mean services by which an account may be ahead of another, see
@@ -66,6 +67,7 @@ class OrderParameters(NamedTuple):
 
     kind: int
     gamma: float
+    scale: float
     starvation: float
     by_prompt: bool
     ahead: float
@@ -125,7 +127,7 @@ def put_in_order(parameters: OrderParameters, gamma: float, waiting: Waiting, n:
             waiting.order[overdue] = i
             overdue += 1
     rest = overdue
-    rate = parameters.gamma if parameters.gamma > 0.0 else gamma
+    rate = parameters.gamma if parameters.gamma > 0.0 else parameters.scale * gamma
     unit = _total(waiting.alone, n) / max(_total(waiting.cost, n), 1e-300)
     for i in range(n):
         waited = waiting.waited[i]

@@ -46,7 +46,9 @@ class ServiceOrder(Checked, ABC, fairness="[0, 1]"):
     def parameters(self) -> OrderParameters:
         """Return what the kernel reads."""
         ahead = slack(self.fairness, 1.0)
-        return OrderParameters(int(self.kind), 0.0, starvation=1.0, by_prompt=False, ahead=ahead)
+        return OrderParameters(
+            int(self.kind), gamma=0.0, scale=1.0, starvation=1.0, by_prompt=False, ahead=ahead
+        )
 
 
 _ORDERS = Registry[ServiceOrder]("order of service")
@@ -110,20 +112,29 @@ class ResponseRatio(_Expected):
 
 @service_order("boost")
 @dataclass(frozen=True)
-class Boost(_Expected, gamma=POSITIVE):
+class Boost(_Expected, gamma=POSITIVE, scale=POSITIVE):
     """In order of arrival, less what a request is boosted by: short ones jump the queue.
 
     Attributes:
         by, starvation: as of `Shortest`.
         gamma: per second, the decay rate of the latency's tail; estimated when null.
+        scale: of the estimate; below 1 the mean latency is shorter, and its tail longer, see
+            `headway advise --tail`.
     """
 
     kind = Kind.BOOST
     gamma: float | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma is not None and self.scale != 1.0:
+            raise ValueError("boost: scale is of the gamma that is estimated; drop one")
 
     def parameters(self) -> OrderParameters:
         """Return what the kernel reads."""
-        return super().parameters()._replace(gamma=float(self.gamma or 0.0))
+        rate, scale = float(self.gamma or 0.0), float(self.scale)
+        return super().parameters()._replace(gamma=rate, scale=scale)
 
 
 class EngineOrderConfig(NamedTuple):

@@ -8,14 +8,17 @@ up, and one that was given up waits behind those that fit.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from data_collection.capture.capture_config import SECTION
-from data_collection.vllm_adapter.requests import ended_by_itself
+from data_collection.vllm_adapter.requests import ended_by_itself, suspended
 from data_collection.vllm_adapter.scheduling import (
     cache_room,
+    copied_requests,
     is_preempted,
     move_to_back,
     move_to_front,
@@ -32,11 +35,14 @@ _SORTED_STEPS, _LOOKED_STEPS = 16, 8
 """Steps after which the order is made anew though nothing came or went, and between two looks for
 room for one that is suspended."""
 _LONGEST_SUSPENSION, _SHORTEST_LIMIT = 2.0, 256.0
-"""Steps for which one is passed by, as a multiple of its expected rest, and at least."""
+"""Steps for which one is passed by, as a multiple of its expected rest, and at least. The rest is
+the forecast's or that of its age, whichever is shorter."""
 _LOOKED_AT = 16
 """Suspended requests for which room is looked for at a time."""
 _RECOMPUTED = 64.0
 """Tokens of context that are computed again in the time of about a step."""
+_COPIED, _KEPT, _LAST, _ANY, _FIRST = range(5)
+_GROUPS = {"first": _FIRST, "last": _LAST}
 
 
 def read_victim(additional_config: Mapping[str, Any]) -> Victim:
@@ -76,11 +82,16 @@ class Victims(SchedulerPart):
     rest is that of the engine's last forecast, else that of `RestByAge`; before 30 requests have
     ended, the longest context stands for it. Prompts that are being computed stay behind what
     decodes, as vLLM has them: they lose least. One that is back is not suspended again before it
-    has gained what it cost to compute it anew.
+    has gained what it cost to compute it anew, nor while it is copied to another engine, when its
+    blocks would not be freed. The proxy says which go before others, those of background, and which
+    after them, those whose end it has promised.
 
     A suspended request is passed by what fits. It comes back when nothing else runs, or when what
-    runs and it are expected to fit until they end (`peak`). After twice its expected rest, in
-    steps, none may begin before it.
+    runs and it are expected to fit until they end (`peak`). Once it has waited for twice its
+    expected rest, in steps and in all, none may begin before it, and once it is back it is kept for
+    good: one such request at a time, since a crowd of them would have the others wait. The rest is
+    that of its forecast or of its age, whichever is shorter: a forecast that is far too long would
+    leave it out for as long.
 
     Raises:
         ValueError: the configuration names none of `Victim`.
@@ -93,7 +104,9 @@ class Victims(SchedulerPart):
             self._victim = "newest"  # its own policy says who goes
         self._lengths = RestByAge()
         self._suspended: dict[str, _Suspended] = {}
-        self._kept_until: dict[str, int] = {}
+        self._kept_until: dict[str, float] = {}
+        self._allowed: dict[str, int] = {}
+        """Steps for which others may pass those that were suspended yet."""
         self._back: set[str] = set()
         self._step = self._looked_at = self._sorted_at = 0
         self._sorted: tuple[int, Any] = 0, None
@@ -123,9 +136,11 @@ class Victims(SchedulerPart):
         if self._victim == "newest":
             return
         rest = float(self._rests([request])[0])
-        limit = max(_LONGEST_SUSPENSION * rest, _SHORTEST_LIMIT)
-        name = request.request_id
-        self._suspended[name] = _Suspended(request, rest, self._step + round(limit))
+        sure = min(rest, float(self._rests_by_age([request])[0]))
+        limit, name = round(max(_LONGEST_SUSPENSION * sure, _SHORTEST_LIMIT)), request.request_id
+        self._allowed[name] = min(limit, self._allowed.get(name, limit))
+        until = self._step + self._allowed[name]
+        self._suspended[name] = _Suspended(request, rest, until)
         self._kept_until.pop(name, None)
         self._back.discard(name)
 
@@ -133,17 +148,25 @@ class Victims(SchedulerPart):
         """Note which suspended requests are back."""
         for name in [name for name in self._back if name in output.num_scheduled_tokens]:
             suspended = self._suspended[name]
-            gained = min(suspended.rest, suspended.request.num_tokens / _RECOMPUTED)
-            self._kept_until[name] = self._step + round(gained)
+            gained = round(min(suspended.rest, suspended.request.num_tokens / _RECOMPUTED))
+            self._allowed[name] = max(0, suspended.until - self._step)
+            for_good = not self._allowed[name] and not self._keeps_one()
+            self._kept_until[name] = inf if for_good else self._step + gained
             self._forget(name)
 
     def ended(self, request: Any) -> None:
         """Learn from a request that has ended by itself, and forget it."""
         self._kept_until.pop(request.request_id, None)
+        self._allowed.pop(request.request_id, None)
         self._forget(request.request_id)
         if ended_by_itself(request) and request.num_output_tokens > 0:
             cut = str(request.get_finished_reason()) == "length"
             self._lengths.ended(request.num_output_tokens, cut)
+
+    def _keeps_one(self) -> bool:
+        """Return whether a request runs that is kept for good."""
+        kept = {name for name, until in self._kept_until.items() if until == inf}
+        return bool(kept) and any(one.request_id in kept for one in self.scheduler.running)
 
     def _order(self) -> None:
         running = self.scheduler.running
@@ -154,15 +177,24 @@ class Victims(SchedulerPart):
         if seen == self._sorted and self._step - self._sorted_at < _SORTED_STEPS:
             return
         decoding = [request for request in running if not request.is_prefill_chunk]
-        key = self._keys(decoding)
-        if self._kept_until:
-            for i, request in enumerate(decoding):
-                if self._kept_until.get(request.request_id, 0) > self._step:
-                    key[i] = 0.0
-        order = np.argsort(key, kind="stable").tolist()
+        groups = self._groups(decoding)
+        keys = np.where(groups > _KEPT, self._keys(decoding), 0.0)  # of these the newest goes
+        order = np.lexsort([keys, groups]).tolist()
         filling = [request for request in running if request.is_prefill_chunk]
         running[:] = [decoding[i] for i in order] + filling
         self._sorted, self._sorted_at = (len(running), running[-1]), self._step
+
+    def _groups(self, requests: Sequence[Any]) -> npt.NDArray[np.int64]:
+        """Return the groups in which requests are given up, the largest first, [n]."""
+        kept, copied, step = self._kept_until, copied_requests(self.scheduler), self._step
+        groups = [_GROUPS.get(suspended(request), _ANY) for request in requests]
+        if kept or copied:
+            for i, request in enumerate(requests):
+                if request.request_id in copied:
+                    groups[i] = _COPIED
+                elif kept.get(request.request_id, 0) > step:
+                    groups[i] = _KEPT
+        return np.array(groups, dtype=np.int64)
 
     def _keys(self, requests: Sequence[Any]) -> FloatArray:
         """Return by what requests are given up, the largest first, [n]."""
@@ -172,21 +204,25 @@ class Victims(SchedulerPart):
 
     def _rests(self, requests: Sequence[Any]) -> FloatArray:
         """Return the tokens that each is expected to generate, [n], at least 1."""
-        n = len(requests)
-        generated = np.fromiter((r.num_output_tokens for r in requests), np.float64, n)
-        left = np.fromiter((r.max_tokens for r in requests), np.float64, n) - generated
+        rests = self._rests_by_age(requests)
+        if self._victim == "age":
+            return rests
+        try:
+            means = self.scheduler.part(KnownForecasts).means(requests)
+        except Exception:  # an engine ends by one
+            self._note_failure("the age says who is suspended, since the forecasts failed")
+            return rests
+        return _capped(np.where(np.isnan(means), rests, means), requests)
+
+    def _rests_by_age(self, requests: Sequence[Any]) -> FloatArray:
+        """Return the rests that others of their age had, [n], at least 1."""
         if self._lengths.knows:
-            rests = self._lengths.at(generated)
+            ages = (request.num_output_tokens for request in requests)
+            rests = self._lengths.at(np.fromiter(ages, np.float64, len(requests)))
         else:
-            rests = np.fromiter((r.num_tokens for r in requests), np.float64, n)
-        if self._victim != "age":
-            try:
-                means = self.scheduler.part(KnownForecasts).means(requests)
-                rests = np.where(np.isnan(means), rests, means)
-            except Exception:  # an engine ends by one
-                self._note_failure("the age says who is suspended, since the forecasts failed")
-        expected: FloatArray = np.maximum(np.minimum(rests, left), 1.0)
-        return expected
+            contexts = (request.num_tokens for request in requests)
+            rests = np.fromiter(contexts, np.float64, len(requests))
+        return _capped(rests, requests)
 
     def _note_failure(self, what: str) -> None:
         self.scheduler.failures += 1
@@ -229,15 +265,24 @@ class Victims(SchedulerPart):
         rests = self._rests(running)
         contexts = np.fromiter((r.num_tokens for r in running), np.float64, len(running))
         room, fitting = free * tokens_a_block, list[str]()
+        waits, idle = self._keeps_one(), not running
         for name in line:
             one = self._suspended[name]
             context = float(one.request.num_tokens)
             more = np.append(contexts, context), np.append(rests, one.rest)
             fits = context <= room and peak(*more) <= total * tokens_a_block
-            due = one.until <= self._step or not running
+            due = idle or (one.until <= self._step and not waits)
             if fits or (due and not fitting):
                 fitting.append(name)
                 (contexts, rests), room = more, room - context
             if due and not fits:
                 break  # none begins before it
         return fitting
+
+
+def _capped(rests: FloatArray, requests: Sequence[Any]) -> FloatArray:
+    """Return rests between 1 and what requests may generate yet, [n]."""
+    left = (request.max_tokens - request.num_output_tokens for request in requests)
+    most = np.fromiter(left, np.float64, len(requests))
+    expected: FloatArray = np.maximum(np.minimum(rests, most), 1.0)
+    return expected

@@ -80,7 +80,9 @@ def expectations(view: ClusterView, interval: IntArray) -> Expectations:
     if view.forecast is None:
         nothing = np.empty((n_instances, 0))
         return Expectations(np.empty(0, dtype=np.int64), nothing, nothing, nothing, limited)
-    points = np.linspace(0, _horizon(interval[:, 2]), _POINTS + 1).astype(np.int64)
+    reached = float(np.quantile(interval[:, 2], 0.9)) if len(interval) else 0.0
+    horizon = 2 ** np.ceil(np.log2(np.clip(reached, _SHORTEST, _LONGEST)))
+    points = np.linspace(0, horizon, _POINTS + 1).astype(np.int64)
     load = expected_load(
         view.forecast, view.instance, view.context_tokens, n_instances, int(points[-1])
     )
@@ -125,12 +127,6 @@ def foreseen(snapshot: Snapshot, view: ClusterView, names: Sequence[str]) -> Sna
 def known(limit: int | np.integer[Any]) -> int:
     """Return a capacity or a number of slots, `UNKNOWN` for one without a limit."""
     return UNKNOWN if limit >= UNLIMITED // 2 else int(limit)
-
-
-def _horizon(high: IntArray) -> int:
-    reached = float(np.quantile(high, 0.9)) if len(high) else 0.0
-    exponent = np.ceil(np.log2(np.clip(reached, _SHORTEST, _LONGEST)))
-    return int(2**exponent)
 
 
 SECONDS = 60.0

@@ -121,12 +121,13 @@ class LiveSnapshots(Generic[R]):
         reports: FinishReports | None = None,
         scores: ForecastScores | None = None,
     ) -> None:
-        deployment = cluster.deployment
+        deployment, planner = cluster.deployment, cluster.planner
+        shadow = " (shadow)" if planner is not None and not planner.acts else ""
         self.about = About(
             source="proxy",
             title=deployment.served_name,
             routing=str(deployment.routing["name"]),
-            migration=str((deployment.migration or {}).get("name", "")),
+            migration=str((deployment.migration or {}).get("name", "")) + shadow,
             seconds=seconds,
         )
         self._cluster = cluster
@@ -157,7 +158,10 @@ class LiveSnapshots(Generic[R]):
         running = running_requests(cluster.placements, viewed)
         others = running_requests(cluster.placements, [i for i in instances if i not in viewed])
         requests = [*running, *waiting, *others]
-        numbers = {one.id: self._number(one.id) for one in requests}
+        known = self._numbers
+        numbers = {
+            one.id: known[one.id] if one.id in known else next(self._next) for one in requests
+        }
         self._numbers = numbers
         steps = {} if self._steps is None else self._steps.seconds()
         seen = Snapshot(
@@ -172,10 +176,6 @@ class LiveSnapshots(Generic[R]):
             outlook=None if self._outlooks is None else self._outlooks.now(),
         )
         return Look(view, [one.name for one in viewed], seen, partial(accuracy, self._scores))
-
-    def _number(self, id: str) -> int:
-        number = self._numbers.get(id)
-        return next(self._next) if number is None else number
 
     def _instance(self, state: InstanceState, step_seconds: float | None) -> Instance:
         requests = self._cluster.placements.on(state)

@@ -3,7 +3,6 @@
 import logging
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,14 +18,10 @@ from data_collection.models import identify, resolve_model
 from predictor.evaluation.comparators import fitted, request_lengths
 from predictor.training.row_table import RowTable
 from rescheduler.papers.fine_tuning import (
-    FineTunedModule,
     LabelledTexts,
-    TextBatch,
+    TextNetwork,
     fine_tune,
-    mean_state,
-    minilm_folder,
-    shuffled_text_batches,
-    text_batches,
+    load_pretrained,
     train_last_layers,
 )
 
@@ -59,37 +54,6 @@ class FineTuning:
     seed: int = 0
 
 
-class TextNetwork(nn.Module):
-    """A Hugging Face model with a linear head on a state of the text, [batch, d].
-
-    Args:
-        backbone: the model.
-        state: what the head reads, of the model, ``input_ids`` and ``attention_mask``: `mean_state`
-            or `last_state`.
-    """
-
-    def __init__(self, backbone: Any, state: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = nn.Linear(backbone.config.hidden_size, 1)
-        self._state = state
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the remaining length over the scale, [batch], of texts [batch, length]."""
-        state = self._state(self.backbone, input_ids, attention_mask)
-        remaining: torch.Tensor = self.head(state).squeeze(-1)
-        return remaining
-
-
-def last_state(
-    backbone: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor
-) -> torch.Tensor:
-    """Return the state of each text's last token, [batch, d]; padding is on the right."""
-    found = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-    states: torch.Tensor = found.last_hidden_state
-    return states[torch.arange(len(states), device=states.device), attention_mask.sum(1) - 1]
-
-
 class TextRegressor:
     r"""An auxiliary model f with a linear head, trained on L1 as in STAR §4.4.
 
@@ -103,7 +67,8 @@ class TextRegressor:
 
     Args:
         network: of its weights, those that require a gradient are trained.
-        tokenizer: of the auxiliary model.
+        limit: tokens that the network can read.
+        model: what it is called in errors.
         serving_model: ``smollm2``, a Hugging Face id or a folder; the model that was served,
             for the text of recorded token ids.
         max_tokens: tokens of the text that are read.
@@ -113,6 +78,9 @@ class TextRegressor:
         training_seconds: wall time of the last ``fit``.
         training_loss: mean absolute error in tokens during each pass of the last ``fit``.
         validation_mae: mean absolute error in tokens after each pass.
+
+    Raises:
+        ValueError: ``max_tokens`` is over the limit.
     """
 
     name: str
@@ -120,18 +88,21 @@ class TextRegressor:
     def __init__(
         self,
         network: TextNetwork,
-        tokenizer: Any,
+        limit: int,
+        model: str,
         serving_model: str,
         max_tokens: int,
         settings: FineTuning,
     ) -> None:
+        if max_tokens > limit:
+            raise ValueError(f"{model} reads {limit} tokens here, max_tokens is {max_tokens}")
         self.training_seconds = 0.0
         self.training_loss: list[float] = []
         self.validation_mae: list[float] = []
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._network: TextNetwork = network.to(self._device)
-        self._tokenizer, self._serving_model = tokenizer, serving_model
-        self._max_tokens, self._settings = max_tokens, settings
+        self._network = network
+        self._serving_model = serving_model
+        self._max_tokens = max_tokens
+        self._settings = settings
         self._scale: float | None = None
 
     @property
@@ -158,7 +129,7 @@ class TextRegressor:
                 the two tables has no request that ran to its end.
         """
         started = time.monotonic()
-        settings = self._settings
+        settings, network = self._settings, self._network
         order = np.random.default_rng(settings.seed)
         train = self._subsample("training", train, settings.max_rows, order)
         validation = self._subsample("validation", validation, settings.max_validation_rows, order)
@@ -166,28 +137,33 @@ class TextRegressor:
             LabelledTexts(self._inputs(rows), rows.remaining_tokens.astype(np.float32))
             for rows in (train, validation)
         )
-        target, head = train_texts.labels, self._network.head
-        self._scale = max(1.0, float(target.mean()))
-        nn.init.zeros_(head.weight)
-        nn.init.constant_(head.bias, float(np.median(target)) / self._scale)
-        training = _RegressorTraining(self._network, self._scale, settings.learning_rate)
-        size, padding = settings.batch_size, self._tokenizer.pad_token_id
+        scale = self._scale = max(1.0, float(train_texts.labels.mean()))
+        nn.init.zeros_(network.head.weight)
+        nn.init.constant_(network.head.bias, float(np.median(train_texts.labels)) / scale)
+        learning = [weight for weight in network.parameters() if weight.requires_grad]
+
+        def losses(
+            outputs: torch.Tensor, labels: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            left = outputs.squeeze(-1)
+            tokens = (scale * left.detach()).clamp(min=0)
+            return nn.functional.l1_loss(left, labels / scale), (tokens - labels).abs().mean()
+
+        own = torch.Generator()  # leaves the random numbers of the dropout alone
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(settings.seed)
-            fine_tune(
-                training,
-                shuffled_text_batches(train_texts, size, padding, order),
-                text_batches(validation_texts, size, padding, generator=torch.Generator()),
+            self.training_loss, self.validation_mae = fine_tune(
+                network,
+                network.batches(train_texts, settings.batch_size, order, False, own),
+                network.batches(validation_texts, settings.batch_size, generator=own),
+                losses,
+                torch.optim.AdamW(learning, lr=settings.learning_rate),
                 max_epochs=settings.max_epochs,
                 patience=settings.patience,
                 max_seconds=60 * settings.max_minutes - (time.monotonic() - started),
             )
-        self._network.to(self._device)  # Lightning leaves it on the CPU
-        self.training_loss = training.history["train_mae"]
-        self.validation_mae = training.history[training.monitor]
         self.training_seconds = time.monotonic() - started
 
-    @torch.inference_mode()
     def predict(self, rows: RowTable) -> npt.NDArray[np.float32]:
         """Return predicted remaining tokens, [n_rows].
 
@@ -196,18 +172,12 @@ class TextRegressor:
             ValueError: token ids were not recorded, or the rows are of another model.
         """
         scale = fitted(self._scale, self.name)
-        inputs = self._inputs(rows)
-        self._network.eval()
-        distinct = sorted({tuple(ids) for ids in inputs}, key=len)  # rows alike once truncated
+        inputs = [tuple(ids) for ids in self._inputs(rows)]
+        distinct = sorted(set(inputs), key=len)  # rows alike once truncated
         place = {ids: i for i, ids in enumerate(distinct)}
-        outputs = np.empty(len(distinct), dtype=np.float32)
-        texts = LabelledTexts(distinct, np.arange(len(distinct)))
-        batches = text_batches(texts, self._settings.batch_size, self._tokenizer.pad_token_id)
-        for batch in tqdm(batches, desc=self.name, disable=None):
-            read = batch.input_ids.to(self._device), batch.attention_mask.to(self._device)
-            outputs[batch.labels.numpy()] = self._network(*read).cpu().numpy()
+        outputs = self._network.outputs(distinct, self._settings.batch_size, self.name)[:, 0]
         tokens: npt.NDArray[np.float32] = np.maximum(outputs * np.float32(scale), 0)
-        return tokens[np.array([place[tuple(ids)] for ids in inputs], dtype=np.int64)]
+        return tokens[np.array([place[ids] for ids in inputs], dtype=np.int64)]
 
     def _subsample(
         self, part: str, rows: RowTable, limit: int, order: np.random.Generator
@@ -231,36 +201,8 @@ class TextRegressor:
             texts.append(serving_tokenizer.decode(prompt + generated, skip_special_tokens=True))
         if not texts:
             return []
-        encoded = self._tokenizer(texts, truncation=True, max_length=self._max_tokens)
-        return list(encoded["input_ids"])
-
-
-class _RegressorTraining(FineTunedModule):
-    """Minimise the mean absolute error of the scaled remaining length."""
-
-    monitor = "val_mae"
-
-    def __init__(self, network: TextNetwork, scale: float, learning_rate: float) -> None:
-        super().__init__()
-        self.network = network
-        self._scale = scale
-        self._learning_rate = learning_rate
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        learning = [weights for weights in self.network.parameters() if weights.requires_grad]
-        return torch.optim.AdamW(learning, lr=self._learning_rate)
-
-    def training_step(self, batch: TextBatch, batch_index: int) -> torch.Tensor:
-        output = self.network(batch.input_ids, batch.attention_mask)
-        loss = nn.functional.l1_loss(output, batch.labels / self._scale)
-        mae = loss.detach() * self._scale
-        self.log("train_mae", mae, on_step=False, on_epoch=True, batch_size=1)
-        return loss
-
-    def validation_step(self, batch: TextBatch, batch_index: int) -> None:
-        output = self.network(batch.input_ids, batch.attention_mask)
-        errors = (self._scale * output).clamp(min=0) - batch.labels
-        self.log(self.monitor, errors.abs().mean(), batch_size=len(errors))
+        options = {"truncation": True, "max_length": self._max_tokens}
+        return list(self._network.tokenizer(texts, **options)["input_ids"])
 
 
 def row_token_ids(rows: RowTable, i: int) -> tuple[list[int], list[int]]:
@@ -331,20 +273,10 @@ class AuxiliaryEncoder(TextRegressor):
         max_tokens: int = 256,
         **fine_tuning: Any,
     ) -> None:
-        from transformers import AutoModel, AutoTokenizer
-
-        folder = str(minilm_folder()) if model == "minilm" else resolve_model(model)
-        backbone: Any = AutoModel.from_pretrained(folder)
-        positions = backbone.config.max_position_embeddings
-        if max_tokens > positions:
-            raise ValueError(f"{model} reads {positions} tokens, max_tokens is {max_tokens}")
-        super().__init__(
-            TextNetwork(backbone, mean_state),
-            AutoTokenizer.from_pretrained(folder),
-            serving_model,
-            max_tokens,
-            FineTuning(**_ENCODER | fine_tuning),
-        )
+        network = TextNetwork(*load_pretrained(model), n_outputs=1)
+        limit = network.backbone.config.max_position_embeddings
+        settings = FineTuning(**_ENCODER | fine_tuning)
+        super().__init__(network, limit, model, serving_model, max_tokens, settings)
 
 
 class AuxiliaryCausalLM(TextRegressor):
@@ -378,32 +310,21 @@ class AuxiliaryCausalLM(TextRegressor):
         train_layers: int = 2,
         **fine_tuning: Any,
     ) -> None:
-        from transformers import AutoModel, AutoTokenizer
-
-        folder = resolve_model(model)
-        backbone: Any = AutoModel.from_pretrained(folder)
-        limit = min(_PAPER_LIMIT, backbone.config.max_position_embeddings)
-        if max_tokens > limit:
-            raise ValueError(f"{model} reads {limit} tokens here, max_tokens is {max_tokens}")
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        tokenizer.padding_side = "right"
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        network = TextNetwork(backbone, last_state)
-        train_last_layers(backbone, train_layers)
-        super().__init__(
-            network,
-            tokenizer,
-            serving_model,
-            max_tokens,
-            FineTuning(**_CAUSAL_LM | fine_tuning),
-        )
+        network = TextNetwork(*load_pretrained(model), n_outputs=1, last_state=True)
+        limit = min(_PAPER_LIMIT, network.backbone.config.max_position_embeddings)
+        train_last_layers(network.backbone, train_layers)
+        settings = FineTuning(**_CAUSAL_LM | fine_tuning)
+        super().__init__(network, limit, model, serving_model, max_tokens, settings)
 
 
 QUESTION = (
     "Before responding to the above instruction, you have to predict the length of your "
     "response. Print only the estimated number of tokens in your response."
 )
+
+
+_ANSWER_TOKENS = 16
+"""Tokens of its answer that are read."""
 
 
 def parse_length(answer: str) -> int | None:
@@ -424,21 +345,18 @@ class PromptSelfReport:
     Our reading: the question is one more user turn after the recorded conversation, in the
     serving model's own chat template, and its answer is read apart from the real one. So the
     recorded answer stays the one that the model gave without being asked, and every request
-    costs one generation of at most ``max_new_tokens`` tokens however many rows it has.
+    costs one generation of at most 16 tokens however many rows it has.
 
     Args:
         serving_model: ``smollm2``, a Hugging Face id or a folder; the model that was served.
         batch_size: conversations asked at once.
-        max_new_tokens: tokens of the answer that are read.
     """
 
     name = "prompt_self_report"
 
-    def __init__(
-        self, serving_model: str = "smollm2", batch_size: int = 8, max_new_tokens: int = 16
-    ) -> None:
+    def __init__(self, serving_model: str = "smollm2", batch_size: int = 8) -> None:
         self._serving_model = serving_model
-        self._batch_size, self._max_new_tokens = batch_size, max_new_tokens
+        self._batch_size = batch_size
         self._fallback: float | None = None
         self._said: dict[int, int | None] = {}
 
@@ -486,10 +404,10 @@ class PromptSelfReport:
         """
         fallback = fitted(self._fallback, self.name)
         serving_model_folder(self._serving_model, rows.session)
-        _, first_row = np.unique(rows.request, return_index=True)
-        self._said = {}
-        self._ask(rows, [int(row) for row in first_row])
-        said = [self._said[int(request)] for request in rows.request]
+        requests, first_row = np.unique(rows.request, return_index=True)
+        answers = self._answers([self._conversation(rows, int(row)) for row in first_row])
+        self._said = dict(zip(requests.tolist(), map(parse_length, answers), strict=True))
+        said = [self._said[request] for request in rows.request.tolist()]
         length = np.array([fallback if number is None else float(number) for number in said])
         left = np.minimum(length, rows.max_tokens) - rows.generated_tokens
         remaining: npt.NDArray[np.float32] = np.maximum(left, 0).astype(np.float32)
@@ -549,25 +467,24 @@ class PromptSelfReport:
             )
         return prompt[:ends] + asking
 
-    def _ask(self, rows: RowTable, new: list[int]) -> None:
-        conversations = {row: self._conversation(rows, row) for row in new}
-        by_length = sorted(new, key=lambda row: len(conversations[row]))
-        for start in tqdm(
-            range(0, len(new), self._batch_size), desc=self.name, unit="batch", disable=None
-        ):
-            batch = by_length[start : start + self._batch_size]
+    def _answers(self, conversations: list[list[int]]) -> list[str]:
+        order = sorted(range(len(conversations)), key=lambda i: len(conversations[i]))
+        size, answers = self._batch_size, [""] * len(order)
+        for start in tqdm(range(0, len(order), size), desc=self.name, unit="batch", disable=None):
+            batch = order[start : start + size]
             asked = self._tokenizer.pad(
-                {"input_ids": [conversations[row] for row in batch]}, return_tensors="pt"
+                {"input_ids": [conversations[i] for i in batch]}, return_tensors="pt"
             ).to(self._model.device)
             with torch.inference_mode():
                 answered = self._model.generate(
                     **asked,
-                    max_new_tokens=self._max_new_tokens,
+                    max_new_tokens=_ANSWER_TOKENS,
                     do_sample=False,
                     pad_token_id=self._tokenizer.pad_token_id,
                 )
-            answers = self._tokenizer.batch_decode(
-                answered[:, asked["input_ids"].shape[1] :], skip_special_tokens=True
-            )
-            for row, answer in zip(batch, answers, strict=True):
-                self._said[int(rows.request[row])] = parse_length(answer)
+            new = answered[:, asked["input_ids"].shape[1] :]
+            for i, text in zip(
+                batch, self._tokenizer.batch_decode(new, skip_special_tokens=True), strict=True
+            ):
+                answers[i] = text
+        return answers

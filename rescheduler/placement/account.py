@@ -62,8 +62,13 @@ class Account:
     def settle(self, request: Any, service: float) -> None:
         """Charge a request that has ended with what it took."""
         self.charges.pop(request, None)
-        settled = self.settled.get(request.group, 0.0)
-        self.settled[request.group] = settled + service / self.weight
+        request.paid = service / self.weight
+        self.settled[request.group] = self.settled.get(request.group, 0.0) + request.paid
+
+    def take_back(self, request: Any) -> None:
+        """Take back what a request was charged at its end: it goes on, and is charged anew."""
+        if request.paid:
+            self.settled[request.group] -= request.paid
 
     @property
     def correction(self) -> float:

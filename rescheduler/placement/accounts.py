@@ -3,12 +3,12 @@
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 from statistics import median, median_low
 
-from rescheduler.engines.deployment import AccountOptions
+from rescheduler.engines.proxy_options import AccountOptions
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
 from rescheduler.placement.account import AcceptedKeys, Account, Group
 from rescheduler.placement.placeable import Placeable, R
@@ -48,6 +48,7 @@ class Accounts:
     Attributes:
         keys: that engines have accepted.
         group_of: returns what stands for the instances that have a model, however it is named.
+        lacking: returns what stands for the instances that lack a model, likewise.
         virtual_times: most service that an account had had as it got a place, by that group.
         mean_service: of a request that has ended, in prompt tokens: the median of the accounts'
             means and of what is taken before any, which no single account sets.
@@ -68,6 +69,7 @@ class Accounts:
         self._accounts: OrderedDict[str, Account] = OrderedDict()
         self._waiting: dict[Account, None] = {}
         self.group_of: Callable[[str], Group] = lambda model: None
+        self.lacking: Callable[[str], Group] = lambda model: None
         self.virtual_times: dict[Group, float] = {}
         self.mean_service = _FIRST_SERVICE
 
@@ -131,8 +133,44 @@ class Accounts:
             virtual_time = self.virtual_times.get(request.group, 0.0)
             request.account.lift(request.group, virtual_time)
 
-    def placed(self, request: Placeable) -> None:
+    def could_not_go(
+        self,
+        rivals: Collection[Placeable],
+        placed: Placeable,
+        prefilled: Container[Account] = (),
+        others: Iterable[Account] = (),
+    ) -> None:
+        """Note that a request got a place where none of some accounts' waiting requests can go.
+
+        They have no claim to it: the one of them that has had least comes up to what the account
+        of that request had had before, and the others as far, so that none gets ahead of another.
+        It is one with requests that are prefilled, if any has: who has to be prefilled may wait for
+        these to go. None comes up beyond where newcomers begin: else each newcomer would lift its
+        rivals by what the placed account has only been promised.
+
+        Args:
+            rivals: a request of each of these accounts, which compete for the same instances.
+            placed: that request.
+            prefilled: accounts with requests that wait for nothing but a place to decode.
+            others: with which the rivals compete as well, beyond which none of them comes up.
+        """
+        account, group = placed.account, placed.group
+        rivals = [one for one in rivals if one.group == group]
+        if not rivals:
+            return
+        before = account.served(group) - account.charges[placed] / account.weight
+        most = min((one.served(group) for one in others), default=inf)
+        before = min(before, self.virtual_times.get(group, 0.0), most)
+        first = [one for one in rivals if one.account in prefilled] or rivals
+        behind = before - min(one.account.served(group) for one in first)
+        if behind > 0.0:
+            for request in rivals:
+                settled = request.account.settled.get(group, 0.0)
+                request.account.lift(group, settled + behind)
+
+    def placed(self, request: Placeable, for_prefill: bool = False) -> None:
         """Charge a request that gets a place, with what it is expected to take."""
+        request.had_decode_place = request.had_decode_place or not for_prefill
         charges = request.account.charges
         if request not in charges:
             group = request.group = self.group_of(request.model)
@@ -149,8 +187,9 @@ class Accounts:
         """Charge a request that has ended with what it took.
 
         Of an answer that was not read token by token that is what its engine has counted, or at
-        least what was expected. One that an engine refused has had a place as any other: otherwise
-        whoever is refused would always be the one that has had least.
+        least what was expected, unless only its prompt has had a place. One that an engine refused
+        has had a place as any other: otherwise whoever is refused would always be the one that has
+        had least.
         """
         account, charged = request.account, request.account.charges.get(request)
         account.unfinished -= 1
@@ -162,7 +201,7 @@ class Accounts:
         service = self.service(request)
         if request.counted is not None:
             service = request.counted
-        elif request.several or not generated:
+        elif request.had_decode_place and (request.several or not generated):
             service = max(service, charged)
         if request.refused:
             prompt_known = request.prompt_is_known

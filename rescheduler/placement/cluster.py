@@ -9,12 +9,11 @@ from math import inf
 from typing import Any, Generic
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from predictor.live.zmq_sockets import shared_secret
 from rescheduler.engines.deployment import Deployment
-from rescheduler.migration import MigrationPolicy
 from rescheduler.monitoring.forecast_quality import ForecastMetrics, ForecastScores
 from rescheduler.ordering import create_order
 from rescheduler.placement.accounts import Accounts
@@ -22,18 +21,20 @@ from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.engine_loads import LoadReader
 from rescheduler.placement.evidence import allowance
 from rescheduler.placement.guarded_policy import (
+    DeployedPlanner,
     PrefillBudgets,
-    ShadowPolicy,
     crowded_view,
     deployed_order,
     deployed_planner,
     deployed_policy,
     deployed_shadow,
+    deployed_shadow_order,
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import MoveHistory, Placements, R
 from rescheduler.placement.prober import Prober
+from rescheduler.placement.shadows import ShadowOrder, ShadowPlans
 from rescheduler.placement.upstream import Upstream, engine_key
 from rescheduler.placement.waiting_line import Pool, WaitingLine
 from rescheduler.step_time.profile import MeanStepTime
@@ -69,7 +70,8 @@ class Cluster(Generic[R]):
         decodes: of them, those that decode.
         step: how long a decode step takes.
         line: says which request goes first; None: as they come, or another process does.
-        planner: plans moves, every so many seconds; None: nothing does here.
+        planner: plans moves; None: nothing does here.
+        shadow_plans: counts its moves where they are not made.
         telemetry: what the engines publish; None if none does, or another process hears it.
         forecasts: of remaining lengths, from that.
         accounts: of the clients.
@@ -87,7 +89,8 @@ class Cluster(Generic[R]):
         self.deployment = deployment
         self.step = MeanStepTime()
         self.moves = MoveHistory()
-        self.planner: tuple[MigrationPolicy, float] | None = None
+        self.planner: DeployedPlanner | None = None
+        self.shadow_plans: ShadowPlans | None = None
         self.telemetry: TelemetrySubscriber | None = None
         self.forecasts: LiveForecasts | None = None
         self.instances: dict[str, InstanceState] = {}
@@ -123,6 +126,8 @@ class Cluster(Generic[R]):
     def _decide_by(self, deployment: Deployment) -> None:
         """Make what places requests, and plans their moves: the deployment's policies."""
         policy, self.planner = deployed_policy(deployment), deployed_planner(deployment)
+        if self.planner is not None and not self.planner.acts:
+            self.shadow_plans = ShadowPlans(self.planner.policy.name)
         shadow = deployed_shadow(deployment)
         self.placements, budgets = Placements(), None
         endpoints = {i.telemetry: i.name for i in deployment.instances if i.telemetry is not None}
@@ -157,7 +162,18 @@ class Cluster(Generic[R]):
             Pool(self.line, self.accounts),
             self._background_pool(deployment, clock),
             shadow,
+            self._shadow_order(deployment, clock),
         )
+
+    def _shadow_order(
+        self, deployment: Deployment, clock: Callable[[], float]
+    ) -> ShadowOrder[R] | None:
+        order = deployed_shadow_order(deployment)
+        if order is None:
+            return None
+        longest = deployment.proxy.pool_seconds
+        line = WaitingLine[R](order, self.decodes, self.forecasts, self.step, clock, longest)
+        return ShadowOrder(line, order.name, clock)
 
     def _background_pool(self, deployment: Deployment, clock: Callable[[], float]) -> Pool[R]:
         """Return that of background requests: the shortest first, where anything says so.
@@ -188,7 +204,7 @@ class Cluster(Generic[R]):
         """Decide once, so that no request waits for a compiler."""
         self.dispatcher.compile()
         if self.planner is not None:
-            self.planner[0].plan(crowded_view())
+            self.planner.policy.plan(crowded_view())
 
     def _say_unlike(self) -> None:
         """Log which engines cannot read each other's KV cache; prefills may have other ranks."""
@@ -259,6 +275,9 @@ class Cluster(Generic[R]):
             self.forecasts.ended(request, by_itself)
         if self.line is not None and by_itself:
             self.line.ended(request)
+        shadow = self.dispatcher.shadow_order
+        if shadow is not None and by_itself:
+            shadow.line.ended(request)
 
     def failed(self, instance: InstanceState, certain: bool) -> None:
         """Count a failure against an instance.
@@ -309,25 +328,6 @@ class Cluster(Generic[R]):
 def _log_error(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("in the background: %r", task.exception(), exc_info=task.exception())
-
-
-def _shadow_metrics(prefix: str, shadow: ShadowPolicy) -> Iterator[Metric]:
-    counter = partial(CounterMetricFamily, labels=["policy", "outcome"])
-    decisions = counter(
-        f"{prefix}_shadow_decisions",
-        "decisions on requests by whether the shadow would have chosen the `same` instance or an "
-        "`other` one, would have let only one of both `wait`, or did not decide (`none`)",
-    )
-    for outcome, number in shadow.decisions.items():
-        decisions.add_metric([shadow.policy.name, outcome], number)
-    tokens = counter(
-        f"{prefix}_shadow_load_difference_tokens",
-        "tokens that the other instance of the shadow was expected to hold less, `lighter`, or "
-        "more, `heavier`, than the chosen one",
-    )
-    tokens.add_metric([shadow.policy.name, "lighter"], shadow.lighter)
-    tokens.add_metric([shadow.policy.name, "heavier"], shadow.heavier)
-    yield from (decisions, tokens)
 
 
 INSTANCE = "instance_name"  # `instance` is Prometheus' own name of what it scrapes
@@ -402,8 +402,10 @@ class ClusterMetrics(Collector, Generic[R]):
             value=dispatcher.waiting_in_background,
         )
         yield from (waiting, running, background, tokens, others, theirs, up, draining)
-        if dispatcher.shadow is not None:
-            yield from _shadow_metrics(prefix, dispatcher.shadow)
+        shadows = (dispatcher.shadow, dispatcher.shadow_order, self._cluster.shadow_plans)
+        for shadow in shadows:
+            if shadow is not None:
+                yield from shadow.metrics(prefix)
         accounts, largest = self._cluster.accounts.at_work()
         yield GaugeMetricFamily(
             f"{prefix}_accounts", "accounts of clients that have requests", value=accounts

@@ -4,191 +4,40 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import islice
-from math import inf
-from typing import Any, Generic, TypeVar
+from itertools import chain
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from rescheduler.cluster.cluster_view import ClusterView
-from rescheduler.engines.deployment import BackgroundOptions, ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts
+from rescheduler.placement.background import Background
+from rescheduler.placement.claims import Claims
 from rescheduler.placement.guarded_policy import (
     GuardedPolicy,
     PrefillBudgets,
-    ShadowPolicy,
     crowded_view,
     guarded_view,
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.model_places import Instances, ModelPlaces
 from rescheduler.placement.placeable import Decision, Placements, R
-from rescheduler.placement.waiting_line import (
-    Pool,
-    has_leftover,
-    still_waiting,
-    taken_out,
-)
+from rescheduler.placement.shadows import ShadowOrder, ShadowPolicy
+from rescheduler.placement.waiting_line import Pool, is_promised, still_waiting, taken_out
 from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.routing.policy import Needs, RoutingPolicy
 from rescheduler.step_time.profile import MeanStepTime
+from rescheduler.transfer.migration_params import Suspended
 
-Instances = frozenset[InstanceState]
 P = TypeVar("P")
 
 logger = logging.getLogger("headway.serve")
-
-_APART_SECONDS, _LOOK_SECONDS = 0.02, 0.1
-"""Between two looks for room at least, and after which there may be more though nothing ended."""
-_LOOKED_AT = 64
-"""Accounts whose first request is looked at in one look."""
-
-
-class Background(Generic[R]):
-    """Gives background requests the places that all others leave.
-
-    They are looked at when no other request waits, one at a time, in their own order, and as long
-    as there is room. Where another request waits nevertheless, one that runs gives way.
-
-    Args:
-        dispatcher: places all requests.
-        pool: those of background that wait.
-        others: those that wait and are served before.
-        placements: of all requests.
-        prefills: instances that prefill.
-    """
-
-    def __init__(
-        self,
-        dispatcher: "Dispatcher[R]",
-        pool: Pool[R],
-        others: Pool[R],
-        placements: Placements[R],
-        prefills: Sequence[InstanceState],
-        options: BackgroundOptions,
-        clock: Callable[[], float],
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._pool = pool
-        self._others = others
-        self._placements = placements
-        self._prefills = prefills
-        self._options = options
-        self._clock = clock
-        self._look: asyncio.TimerHandle | None = None
-        self._due = inf
-        self._looked = -inf
-        self._latest: dict[InstanceState, tuple[R, float]] = {}  # until it has begun
-        self._rests_until: dict[InstanceState, float] = {}
-        self._failed = False
-
-    def began(self, request: R, instance: InstanceState) -> None:
-        r"""Note that a request has begun to generate on an instance, or that it is prefilled there.
-
-        If it is of background, and took t seconds from its place until now, no other one is begun
-        there for :math:`t \,(1 / \text{prefill} - 1)` seconds.
-        """
-        latest = self._latest.get(instance)
-        if latest is not None and latest[0] is request:
-            now = self._clock()
-            rest = (now - latest[1]) * (1.0 / self._options.prefill - 1.0)
-            self._rests_until[instance] = now + rest
-            del self._latest[instance]
-        self.wake()
-
-    def rests(self, instance: InstanceState) -> bool:
-        """Return whether none is to begin on an instance yet, since another one just has."""
-        return self._clock() < self._rests_until.get(instance, -inf)
-
-    def wake(self, seconds: float = 0.0) -> None:
-        """Look for room so many seconds from now, or soon."""
-        if not self._pool.waiting:
-            return
-        when = max(self._clock() + seconds, self._looked + _APART_SECONDS)
-        if self._due <= when:
-            return
-        if self._look is not None:
-            self._look.cancel()
-        self._due = when
-        self._look = asyncio.get_running_loop().call_at(when, self._give_places)
-
-    def give_way(self, instances: Sequence[InstanceState]) -> None:
-        """Have one that runs on any of these instances leave it, unless one is about to.
-
-        That which holds most: so the fewest have to.
-        """
-        on = [request for instance in instances for request in self._placements.on(instance)]
-        running = [request for request in on if request.background]
-        if any(request.gives_way for request in running):
-            return
-        leaving = [request for request in running if request.can_give_way]
-        if leaving:
-            max(leaving, key=lambda request: request.context_tokens).give_way()
-
-    def _give_places(self) -> None:
-        self._due, self._looked = inf, self._clock()
-        try:
-            self._give(self._decode, self._pool.for_decode)
-            self._give(self._prefill, self._pool.for_prefill)
-            self._failed = False
-        except Exception:
-            if not self._failed:
-                logger.exception("background requests wait, since no room can be looked for")
-            self._failed = True
-        self.wake(_LOOK_SECONDS)
-
-    def _give(self, takes: Callable[[R], bool], places: Mapping[R, asyncio.Future[Any]]) -> None:
-        """Give the first that fits a place, as long as there is one and no other request waits."""
-        while not self._others.waiting:
-            firsts = self._firsts(places)
-            taken = next((i for i, request in enumerate(firsts) if takes(request)), None)
-            if taken is None:
-                return
-            self._pool.accounts.passed_over(firsts[:taken])
-
-    def _decode(self, request: R) -> bool:
-        """Give a request a decode instance; return whether it waits no more."""
-        places = self._pool.for_decode
-        instance: InstanceState | None = None
-        with taken_out(request, places):
-            instances = self._dispatcher.with_leftover(request)
-            instance = self._dispatcher.place_by_policy(request, instances) if instances else None
-        if instance is not None:
-            self._latest[instance] = request, self._clock()
-            places.pop(request).set_result(instance)
-        return request not in places
-
-    def _prefill(self, request: R) -> bool:
-        """Give a request a prefill instance; return whether it waits no more."""
-        places = self._pool.for_prefill
-        available = [one for one in self._prefills if one.available and one.serves(request.model)]
-        if not available:
-            places.pop(request).set_result(None)
-            return True
-        idle = [one for one in available if not self._placements.on(one) and not self.rests(one)]
-        # What has been prefilled occupies its prefill instance until it is placed.
-        with taken_out(request, places):
-            if idle and not self._pool.for_decode and self._dispatcher.with_leftover(request):
-                self._pool.accounts.placed(request)
-                request.begin_prefill(idle[0])
-                self._latest[idle[0]] = request, self._clock()
-                places.pop(request).set_result(idle[0])
-        return request not in places
-
-    def _firsts(self, places: Mapping[R, asyncio.Future[Any]]) -> list[R]:
-        """Return the first request of each account: one without room holds back no other client."""
-        waiting = still_waiting(places)
-        if len(waiting) > 1:
-            waiting = self._dispatcher.in_order(self._pool, waiting)[0]
-        firsts: dict[Account, R] = {}
-        for request in waiting:
-            firsts.setdefault(request.account, request)
-        return list(islice(firsts.values(), _LOOKED_AT))
 
 
 class Dispatcher(Generic[R]):
@@ -201,6 +50,7 @@ class Dispatcher(Generic[R]):
         pool: of the requests that wait; as they come, with accounts of its own, when None.
         background: of background requests, which come after all others, likewise.
         shadow: decides too, and does not act; None: there is none.
+        shadow_order: likewise of the order.
     """
 
     def __init__(
@@ -216,8 +66,10 @@ class Dispatcher(Generic[R]):
         pool: Pool[R] | None = None,
         background: Pool[R] | None = None,
         shadow: RoutingPolicy | None = None,
+        shadow_order: ShadowOrder[R] | None = None,
     ) -> None:
         self.shadow = None if shadow is None else ShadowPolicy(shadow, clock)
+        self.shadow_order = shadow_order
         self._pool = pool or Pool(None, Accounts(options.accounts))
         self._background_pool = background or Pool(None, Accounts(options.accounts))
         self.accounts = self._pool.accounts
@@ -227,8 +79,9 @@ class Dispatcher(Generic[R]):
         self._step = step
         self._prefills = [one for one in instances if one.instance.role == "prefill"]
         self._decodes = [one for one in instances if one.instance.role == "decode"]
+        self._models = ModelPlaces(self._prefills, self._decodes)
         for accounts in (self.accounts, self.background_accounts):
-            accounts.group_of = self._connected
+            accounts.group_of, accounts.lacking = self._models.connected, self._models.lacking
         at_once = JSQLoad() if policy.holds_back() else policy
         self._decides = GuardedPolicy(policy, clock)
         self._decides_at_once = GuardedPolicy(at_once, clock)
@@ -237,32 +90,34 @@ class Dispatcher(Generic[R]):
         self._budgets = budgets
         self._options = options
         self._clock = clock
-        self._all_forecasts = forecasts
+        self._longest = options.pool_seconds / 3
         self._background = Background(
-            self,
             self._background_pool,
             self._pool,
             placements,
             self._prefills,
             options.background,
+            step,
             clock,
+            forecasts,
+            self._longest,
+            self.usable_for,
+            self._place_by_policy,
         )
-        self._listed: list[frozenset[str] | None] = []
-        self._components: list[Instances] = []
         self._dispatched = 0
         self._round_due = self._undecided = False
-        self._last_round = -inf
+        self._last_round = -math.inf
 
     @property
     def waiting(self) -> Sequence[R]:
         """Requests that wait for a decode instance, in the order of service; none of background."""
-        return self.in_order(self._pool, list(self._pool.for_decode))[0]
+        return self._in_order(self._pool, list(self._pool.for_decode))[0]
 
     @property
     def in_line(self) -> list[R]:
         """Requests without a decode instance, in the order in which they will get one."""
         prefilled = (one for instance in self._prefills for one in self._placements.on(instance))
-        for_prefill = self.in_order(self._pool, list(self._pool.for_prefill))[0]
+        for_prefill = self._in_order(self._pool, list(self._pool.for_prefill))[0]
         return [*self.waiting, *prefilled, *for_prefill]
 
     @property
@@ -279,7 +134,7 @@ class Dispatcher(Generic[R]):
 
     def usable_for(self, request: R) -> Sequence[InstanceState]:
         """Return those that a request may go to: they have its model, as far as is known."""
-        return self._usable_for(self._lacking(request.model), self.usable)
+        return self._models.usable_for(self._models.lacking(request.model), self.usable)
 
     @property
     def waiting_for_prefill(self) -> int:
@@ -397,8 +252,10 @@ class Dispatcher(Generic[R]):
             guarded.policy.assign(crowded_view(len(self._decodes)))
         if self.shadow is not None:
             self.shadow.policy.assign(crowded_view(len(self._decodes)))
-        if self._pool.line is not None:
-            self._pool.line.compile()
+        shadow_line = None if self.shadow_order is None else self.shadow_order.line
+        for line in (self._pool.line, shadow_line):
+            if line is not None:
+                line.compile()
 
     def has_another(self, request: R) -> bool:
         """Return whether an instance is in service that has not failed or turned away a request."""
@@ -438,66 +295,17 @@ class Dispatcher(Generic[R]):
         """
         if self._forecasts is not None and requests:
             self._forecasts.refresh()
-        lacking = {model: self._lacking(model) for model in {one.model for one in requests}}
+        lacking = self._models.lacking_of(requests)
         groups: dict[tuple[Instances, Instances], list[R]] = {}
         for request in requests:
             groups.setdefault((lacking[request.model], request.avoid), []).append(request)
         for (without_model, avoid), alike in groups.items():
-            having = self._usable_for(without_model, usable)
+            having = self._models.usable_for(without_model, usable)
             instances = [one for one in having if one not in avoid] or having
             if instances:
                 places, decision = self._assign(alike, instances, policy)
                 for request, instance in zip(alike, places, strict=True):
                     yield request, instance, decision
-
-    def _connected(self, model: str) -> Instances:
-        """Return the instances for which requests for a model compete, with whom these compete too.
-
-        Two are connected if they have a model in common, prefill instances among them. No instance
-        stands for all of them, as where one has not listed its models. A name that none has goes
-        with the first that are connected.
-        """
-        listed = [one.models for one in (*self._prefills, *self._decodes)]
-        if listed != self._listed:
-            self._listed, self._components = listed, self._found_components()
-        if len(self._components) < 2:
-            return frozenset()
-        chosen = (one for one in self._components if any(each.serves(model) for each in one))
-        return next(chosen, self._components[0])
-
-    def _found_components(self) -> list[Instances]:
-        components: list[Instances] = []
-        models: list[frozenset[str]] = []
-        for instance in (*self._prefills, *self._decodes):
-            if instance.models is None:
-                return []
-            joined, names = frozenset({instance}), instance.models
-            for k in reversed(range(len(components))):
-                if models[k] & instance.models:
-                    joined, names = joined | components.pop(k), names | models.pop(k)
-            components.append(joined)
-            models.append(names)
-        return components
-
-    def _lacking(self, model: str) -> Instances:
-        """Return the decode instances without a model; none where no instance is known to have it.
-
-        Then whichever is asked says what it thinks of the name.
-        """
-        lacking = frozenset(one for one in self._decodes if not one.serves(model))
-        return lacking if len(lacking) < len(self._decodes) else frozenset()
-
-    def _usable_for(
-        self, lacking: Instances, usable: Sequence[InstanceState]
-    ) -> Sequence[InstanceState]:
-        """Return those of usable instances that have a model.
-
-        One that drains takes requests while no other instance in service has it.
-        """
-        if not lacking:
-            return usable
-        having = [one for one in usable if one not in lacking]
-        return having or [one for one in self._decodes if one.breaker.closed and one not in lacking]
 
     def _assign(
         self,
@@ -528,21 +336,13 @@ class Dispatcher(Generic[R]):
                 self._undecided = False
                 decision = Decision(policy.decided_by, shown, view, began, time.time_ns())
                 if self.shadow is not None and policy is self._decides:
-                    self._compare(self.shadow, view, chosen)
+                    self.shadow.compare(view, chosen)
                 return places, decision
         except Exception:
             if not self._undecided:
                 logger.exception("no decision by what is known; by the number of requests instead")
             self._undecided = True
         return self._by_count(len(requests), instances), None
-
-    def _compare(self, shadow: ShadowPolicy, view: ClusterView, chosen: Sequence[int]) -> None:
-        """Let the shadow decide; whatever goes wrong there changes nothing."""
-        try:
-            shadow.compare(view, chosen)
-        except Exception:
-            shadow.decisions["none"] += len(chosen)
-            logger.debug("the shadow %s did not decide", shadow.policy.name, exc_info=True)
 
     def _by_count(
         self, n_requests: int, instances: Sequence[InstanceState]
@@ -561,17 +361,31 @@ class Dispatcher(Generic[R]):
         self._round_due = False
         self._last_round = self._clock()
         places = self._pool.for_decode
-        waiting, alone = self.in_order(self._pool, still_waiting(places))
-        if alone and not self._usable_for(self._lacking(waiting[0].model), self.usable):
+        waiting, alone = self._in_order(self._pool, still_waiting(places))
+        if alone and not self.usable_for(waiting[0]):
             alone = False  # what has its model is out of service: that is no reason for others
         again = waiting[0] if alone and len(waiting) > 1 else None
-        if again is not None:
+        others, free = list[R](), list[InstanceState]()
+        if again is not None:  # it holds back what it may go to itself
+            held = self.usable_for(again)
+            free = [one for one in self.usable if one not in held]
+            others = [one for one in waiting[1:] if any(each.serves(one.model) for each in free)]
             del waiting[1:]
-        for request, instance, decision in self._chosen(waiting, self._decides, self.usable):
-            if instance is not None:
-                with taken_out(request, places):
-                    self._place_on(request, instance, decision)
-                    places.pop(request).set_result(instance)
+        claims = Claims(
+            self.accounts, self._models, places, self._pool.for_prefill, self._may_prefill()
+        )
+        chosen = chain(
+            self._chosen(waiting, self._decides, self.usable),
+            self._chosen(others, self._decides, free),
+        )
+        for request, instance, decision in chosen:
+            if instance is None:
+                claims.passed_over(request)
+                continue
+            with taken_out(request, places):
+                self._place_on(request, instance, decision)
+                claims.placed(request, instance)
+                places.pop(request).set_result(instance)
         self._refuse_too_large(places)
         self._refuse_too_large(self._background_pool.for_decode)
         placed = again is not None and again not in places
@@ -613,6 +427,20 @@ class Dispatcher(Generic[R]):
         """Note that a request has ended, and what it took."""
         self._pool_of(request).accounts.ended(request, by_itself)
 
+    def suspended(self, request: R) -> Suspended:
+        """Return how the engine that has a request is to treat it when memory runs out.
+
+        One of background makes room for the others. What has been promised stays, unless its
+        account has more on that engine than another one, by more than a request, or has broken its
+        promises: a promise is no ticket.
+        """
+        if request.background:
+            return "first"
+        if request.instance is None or not is_promised(request, self._clock()):
+            return None
+        beside = self._placements.on(request.instance)
+        return "last" if self.accounts.leading([request], beside) else None
+
     def _have_given_way(self) -> None:
         """Have a background request leave for one that has waited while others were placed."""
         rounds = 2 * self._policy.decide_every()
@@ -621,31 +449,7 @@ class Dispatcher(Generic[R]):
         if any(now - request.waiting_since >= rounds for request in waiting):
             self._background.give_way(self.usable)
 
-    def with_leftover(self, request: R) -> list[InstanceState]:
-        """Return the decode instances on which there is room for a background request."""
-        begun = [
-            one
-            for one in self._usable_for(self._lacking(request.model), self.usable)
-            if not self._background.rests(one)
-            and all(other.generating for other in self._placements.on(one))
-        ]
-        if not begun:
-            return []
-        if self._all_forecasts is not None:
-            self._all_forecasts.refresh()
-        shown, view = guarded_view(
-            "placing",
-            self._placements,
-            begun,
-            [request],
-            self._all_forecasts,
-            self._clock(),
-            self._step.seconds,
-        )
-        left = has_leftover(view, self._options.background)
-        return [one for one, has_room in zip(shown, left, strict=True) if has_room]
-
-    def place_by_policy(
+    def _place_by_policy(
         self, request: R, instances: Sequence[InstanceState]
     ) -> InstanceState | None:
         """Place a background request by the policy on one of these instances, if it wants to."""
@@ -655,9 +459,12 @@ class Dispatcher(Generic[R]):
                 return instance
         return None
 
-    def in_order(self, pool: Pool[R], waiting: list[R]) -> tuple[list[R], bool]:
+    def _in_order(self, pool: Pool[R], waiting: list[R]) -> tuple[list[R], bool]:
         """Return requests in the order of service, and whether the first holds back the others."""
-        return pool.in_order(waiting, self._clock(), self._options.pool_seconds / 3)
+        ordered = pool.in_order(waiting, self._clock(), self._longest)
+        if self.shadow_order is not None and pool is self._pool:
+            self.shadow_order.compare(waiting, ordered[0])
+        return ordered
 
     def _refuse_too_large(self, waiting: dict[R, asyncio.Future[InstanceState]]) -> None:
         """Refuse what no instance could hold if it were empty, also of those out of service.
@@ -674,35 +481,73 @@ class Dispatcher(Generic[R]):
                 message = f"no decode instance can hold a request of {tokens} tokens"
                 place.set_exception(RequestRefusedError(503, message, retry_after=60))
 
+    def _prefilled(self) -> list[R]:
+        """Return the requests that are prefilled ahead of those that decode."""
+        on_prefills = (one for each in self._prefills for one in self._placements.on(each))
+        return [*self._pool.for_decode, *on_prefills]
+
+    def _may_prefill(self) -> bool:
+        on_prefills = sum(len(self._placements.on(one)) for one in self._prefills)
+        return len(self._pool.for_decode) + on_prefills < self._options.ahead
+
     def _grant_prefills(self) -> None:
         """Have requests prefilled, as long as there is room for what is prefilled ahead.
 
-        A request whose model no prefill instance has is prefilled by its decode instance.
+        A request whose model no prefill instance has is prefilled by its decode instance. Requests
+        that only some decode instances have the model of get as large a part of that room as those
+        have of the slots: the others are not to wait behind what waits for these. Where there is no
+        room, those are prefilled for which an instance with their model would be idle. So it is
+        behind a prompt that fits nowhere: others would take the memory that it waits for.
         """
         places = self._pool.for_prefill
         if not places:
             return
-        most = self._options.prefill_concurrency
+        most, differ = self._options.prefill_concurrency, self._models.differ
         available = _lively([instance for instance in self._prefills if instance.available])
         loads = {instance: len(self._placements.on(instance)) for instance in available}
-        ahead = len(self._pool.for_decode) + sum(loads.values())
-        if available and (ahead >= self._options.ahead or min(loads.values()) >= most):
+        prefilled = self._prefilled()
+        scarce = len(prefilled) >= self._options.ahead
+        if available and ((scarce and not differ) or min(loads.values()) >= most):
             return
-        for request in self.in_order(self._pool, list(places))[0]:
-            place = places[request]
+        candidates, idle = list(places), list[InstanceState]()
+        if available and scarce:
+            idle = self._models.idle(prefilled, self._placements)
+            candidates = [one for one in places if any(each.serves(one.model) for each in idle)]
+            if not candidates:
+                return
+        line = self._in_order(self._pool, candidates)[0]
+        lacking, room = self._models.lacking_of(line), dict[Instances, int]()
+        if differ and any(lacking.values()):
+            room = self._models.rooms_ahead(lacking.values(), prefilled, self._options.ahead)
+        for request in line:
+            place, without_model = places[request], lacking[request.model]
             having = [one for one in available if one.serves(request.model)]
             if having and not place.done():
-                least = min(having, key=lambda one: loads[one] + len(one.others))
-                full = ahead >= self._options.ahead or min(loads.values()) >= most
-                if full or not self._fits(request, least):
+                if min(loads.values()) >= most or (scarce and not differ):
                     return
-                if loads[least] >= most:
+                fitting = [one for one in having if self._fits(request, one)]
+                if not fitting:
+                    if not scarce:
+                        scarce, idle = True, self._models.idle(prefilled, self._placements)
+                    continue
+                least = min(fitting, key=lambda one: loads[one] + len(one.others))
+                wider = [one for one in room if one <= without_model]
+                if scarce:
+                    may = any(one.serves(request.model) for one in idle)
+                else:
+                    may = all(room[one] > 0 for one in wider)
+                if loads[least] >= most or not may:
                     continue  # others may go to instances without this model
                 loads[least] += 1
-                ahead += 1
+                prefilled.append(request)
+                scarce = scarce or len(prefilled) >= self._options.ahead
+                if scarce and differ:
+                    idle = self._models.idle(prefilled, self._placements)
+                for one in wider:
+                    room[one] -= 1
             with taken_out(request, places):
                 if having and not place.done():
-                    self.accounts.placed(request)
+                    self.accounts.placed(request, for_prefill=True)
                     request.begin_prefill(least)
                 del places[request]
                 if not place.done():

@@ -18,11 +18,13 @@ METRICS = "/metrics"
 
 _SHORTEST = 0.1
 _LARGEST_PAGE = 1 << 20
+_MOST_SAMPLES = 1024
+_MOST_TOKENS = 1 << 40
 _MOST_REQUESTS = 1024
 """Of other clients on an engine; further ones are not counted, their tokens are."""
 _SAMPLE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|cache_config_info)"
-    rb"\{([^\n]*)\} ([0-9.eE+-]+)$",
+    rb"\{([^\n]{0,1000})\} ([0-9.eE+-]{1,40})$",
     re.MULTILINE,
 )
 _LABEL = re.compile(rb'(?:^|,)(engine|num_gpu_blocks|block_size)="([^"]*)"')
@@ -44,7 +46,10 @@ def read_load(page: bytes) -> tuple[int, int | None]:
     requests: float | None = None
     usages: dict[bytes, float] = {}
     sizes: dict[bytes, int] = {}
-    for name, said, number in _SAMPLE.findall(page):
+    for i, sample in enumerate(_SAMPLE.finditer(page)):
+        if i == _MOST_SAMPLES:
+            raise ValueError(f"more than {_MOST_SAMPLES} samples of its load")
+        name, said, number = sample.groups()
         value, labels = float(number), dict(_LABEL.findall(said))
         if not (isfinite(value) and value >= 0):
             raise ValueError(f"{name.decode()} is {value}")
@@ -59,7 +64,7 @@ def read_load(page: bytes) -> tuple[int, int | None]:
         raise ValueError("no vllm:num_requests_running in it")
     known = bool(usages) and all(sizes.get(engine) for engine in usages)
     tokens = sum(usage * sizes[engine] for engine, usage in usages.items()) if known else 0.0
-    return int(min(requests, 2.0**30)), round(tokens) if known else None
+    return int(min(requests, 2.0**30)), min(round(tokens), _MOST_TOKENS) if known else None
 
 
 def _tokens(labels: dict[bytes, bytes]) -> int:

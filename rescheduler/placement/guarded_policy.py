@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -180,54 +180,6 @@ class GuardedPolicy:
         return targets
 
 
-class ShadowPolicy:
-    """Decides whatever the routing policy decides, and does not act.
-
-    It sees the cluster as the routing policy has made it, one decision at a time. What it would
-    have made of the cluster itself, only a simulation says.
-
-    Attributes:
-        decisions: of requests, by whether it would have chosen the ``same`` instance or an
-            ``other`` one, would have let only one of both ``wait``, or did not decide (``none``).
-        lighter: tokens that its instance was expected to hold less than the chosen one, summed over
-            the decisions for another instance.
-        heavier: tokens that it was expected to hold more, likewise.
-    """
-
-    def __init__(self, policy: RoutingPolicy, clock: Callable[[], float]) -> None:
-        self.policy = policy
-        self.decisions = dict.fromkeys(("same", "other", "wait", "none"), 0)
-        self.lighter = 0.0
-        self.heavier = 0.0
-        self._decides = GuardedPolicy(policy, clock)
-
-    def compare(self, view: ClusterView, chosen: Sequence[int]) -> None:
-        r"""Decide on a view of which the routing policy has chosen these instances, -1 to wait.
-
-        An instance g is expected to hold :math:`\sum_i c_i + E[R_i]` tokens: the contexts of its
-        requests and, where there are forecasts, the tokens that are left to them.
-        """
-        would = self._decides.assign(view)
-        if self._decides.decided_by != self.policy.name:
-            self.decisions["none"] += len(would)
-            return
-        if would == list(chosen):
-            self.decisions["same"] += len(would)
-            return
-        ahead = view.forecast.mean() if view.forecast is not None else 0.0
-        load = np.bincount(view.instance, view.context_tokens + ahead, view.n_instances)
-        for mine, actual in zip(would, chosen, strict=True):
-            if mine == actual:
-                self.decisions["same"] += 1
-            elif -1 in (mine, actual):
-                self.decisions["wait"] += 1
-            else:
-                self.decisions["other"] += 1
-                difference = float(load[actual] - load[mine])
-                self.lighter += max(0.0, difference)
-                self.heavier += max(0.0, -difference)
-
-
 def deployed_policy(deployment: Deployment) -> RoutingPolicy:
     """Create the routing policy.
 
@@ -286,14 +238,45 @@ def deployed_order(deployment: Deployment) -> ServiceOrder:
     Raises:
         DeploymentError: unknown order, or an option that it refuses.
     """
+    section = {name: value for name, value in deployment.order.items() if name != "shadow"}
+    return _deployed_order(section, "order")
+
+
+def deployed_shadow_order(deployment: Deployment) -> ServiceOrder | None:
+    """Create the order of ``order.shadow``, if there is one.
+
+    Raises:
+        DeploymentError: as `deployed_order`; or it asks for fairness, which nobody is charged for
+            by an order that does not act.
+    """
+    section = deployment.order.get("shadow")
+    if section is None:
+        return None
+    if not isinstance(section, dict) or not isinstance(section.get("name"), str):
+        raise DeploymentError("order.shadow.name: the order's name is required")
+    order = _deployed_order(section, "order.shadow")
+    if order.fairness:
+        raise DeploymentError("order.shadow.fairness: only the order that acts can be fair")
+    return order
+
+
+def _deployed_order(section: dict[str, Any], where: str) -> ServiceOrder:
     try:
-        return create_order(**deployment.order)
+        return create_order(**section)
     except (ValueError, TypeError) as error:
-        raise DeploymentError(f"order: {error}") from error
+        raise DeploymentError(f"{where}: {error}") from error
 
 
-def deployed_planner(deployment: Deployment) -> tuple[MigrationPolicy, float] | None:
-    """Create the planner, with its interval in seconds.
+class DeployedPlanner(NamedTuple):
+    """A planner, every how many seconds it plans, and whether its moves are made."""
+
+    policy: MigrationPolicy
+    seconds: float
+    acts: bool
+
+
+def deployed_planner(deployment: Deployment) -> DeployedPlanner | None:
+    """Create the planner.
 
     Raises:
         DeploymentError: unknown planner, or one that this deployment cannot serve.
@@ -302,6 +285,9 @@ def deployed_planner(deployment: Deployment) -> tuple[MigrationPolicy, float] | 
         return None
     section = dict(deployment.migration)
     seconds = float(section.pop("interval_seconds", 1.0))
+    shadow = section.pop("shadow", False)
+    if not isinstance(shadow, bool):
+        raise DeploymentError(f"migration.shadow: true or false, not {shadow!r}")
     try:
         planner = create_migration_policy(**section)
     except ValueError as error:
@@ -321,7 +307,7 @@ def deployed_planner(deployment: Deployment) -> tuple[MigrationPolicy, float] | 
         )
     if not any(i.control for i in deployment.decode):
         raise DeploymentError("migration: no decode instance has a control socket to move by")
-    return planner, seconds
+    return DeployedPlanner(planner, seconds, not shadow)
 
 
 _MOST_SENT = 1024

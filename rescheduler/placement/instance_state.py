@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from rescheduler.cluster.cluster_view import UNLIMITED
-from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.engines.deployment import Instance
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.openai_request import LONGEST_MODEL, RequestRefusedError
 from rescheduler.placement.evidence import EngineEvidence, EngineHealth
 from rescheduler.placement.upstream import EngineRefusedError, Upstream, UpstreamError

@@ -87,9 +87,11 @@ class Placeable:
         promised_level: probability with which it was to be kept.
         account: whom it is for.
         group: stands for the instances that have its model, see `Accounts`.
+        had_decode_place: it has been given a place on a decode instance.
         refused: an engine has refused it, as invalid or not allowed.
         foreseen_tokens: that it was expected to generate when it was last ordered; 0 before.
         counted: service that its engine has counted at its end; None if it has not.
+        paid: virtual service that its account was charged at its end.
     """
 
     external_id: str
@@ -120,9 +122,11 @@ class Placeable:
     promised_level: float = 0.0
     account: Account = field(default_factory=partial(Account, ""))
     group: Group = None
+    had_decode_place: bool = False
     refused: bool = False
     foreseen_tokens: float = 0.0
     counted: float | None = None
+    paid: float = 0.0
     _generated: int = 0
     _rests_until: float = 0.0
 

@@ -27,7 +27,8 @@ class PlannerLoop(Generic[R]):
         self, cluster: Cluster[R], mover: Mover[R], planned: Callable[[float], None]
     ) -> None:
         assert cluster.planner is not None
-        self._policy, self._seconds = cluster.planner
+        self._policy, self._seconds, acts = cluster.planner
+        self._shadow = None if acts else cluster.shadow_plans
         self._forecasts = cluster.forecasts if self._policy.needs >= Needs.LENGTHS else None
         self._cluster = cluster
         self._move = mover
@@ -64,6 +65,9 @@ class PlannerLoop(Generic[R]):
         running = running_requests(placements, instances)
         plan = self._policy.plan(view)
         self._planned(time.perf_counter() - started)
+        if self._shadow is not None:
+            self._shadow.count(plan, running, [one.name for one in instances])
+            return
         self._log(plan)
         for migration in plan.migrations:
             request, target = running[migration.request], instances[migration.target]

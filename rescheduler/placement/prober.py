@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import Counter
 
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.evidence import LONGEST_WAIT
 from rescheduler.placement.instance_state import InstanceState, ask_models

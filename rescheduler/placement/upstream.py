@@ -18,7 +18,8 @@ from aiohttp.client_reqrep import ConnectionKey
 from aiohttp.tracing import Trace
 
 from data_collection.files import read_text, warn_of_open_secret
-from rescheduler.engines.deployment import DeploymentError, Instance, ProxyOptions
+from rescheduler.engines.deployment import DeploymentError, Instance
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.openai_request import (
     COMPLETIONS,
     MOST_TOKENS,

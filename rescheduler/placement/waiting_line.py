@@ -10,27 +10,31 @@ from typing import Any, Generic
 import numpy as np
 import numpy.typing as npt
 
-from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
-from rescheduler.engines.deployment import BackgroundOptions
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.ordering import ServiceOrder
 from rescheduler.ordering.fairness import interleave, slack
+from rescheduler.ordering.kernel import HOLDS_BACK
 from rescheduler.ordering.service_order import Line, Room
 from rescheduler.placement.account import Account, Group
 from rescheduler.placement.accounts import Accounts, corrected
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import R
+from rescheduler.placement.placeable import Placeable, R
 from rescheduler.step_time.profile import MeanStepTime
 
 logger = logging.getLogger("headway.serve")
 
 _LEAST_LEVEL = 0.5
 """Of a promise for which others wait: one that is likelier kept than broken."""
-_MOST_IN_LINE = 256
+_MOST_IN_LINE = 4096
 """Accounts between which a line is shared out; further ones share one."""
 _FRESH_SECONDS = 0.1
 """Until what is expected of a waiting request is asked anew: many decisions are made meanwhile."""
+
+
+def is_promised(request: Placeable, now: float) -> bool:
+    """Return whether a request's end has been promised, and may yet be in time."""
+    return now < request.finish_by and request.promised_level > _LEAST_LEVEL
 
 
 def promised_first(requests: list[R], accounts: Accounts, now: float, longest: float) -> list[R]:
@@ -41,11 +45,7 @@ def promised_first(requests: list[R], accounts: Accounts, now: float, longest: f
     order; once the first of them has waited ``longest`` seconds, every second place is theirs, so
     that promises keep nobody out.
     """
-    urgent = [
-        one
-        for one in requests
-        if one.start_by <= now < one.finish_by and one.promised_level > _LEAST_LEVEL
-    ]
+    urgent = [one for one in requests if one.start_by <= now and is_promised(one, now)]
     if urgent:
         urgent.sort(key=lambda request: request.finish_by)
         urgent = accounts.leading(urgent, requests)
@@ -69,7 +69,8 @@ class WaitingLine(Generic[R]):
         forecasts: of remaining lengths; None if no engine publishes them, so that all requests
             are expected to be like those that ended lately.
         longest: seconds for which a request may wait; well before, it is overdue.
-        accounts: between which the line is shared out, as the order says; None: it is not.
+        accounts: between which the line is shared out, as the order says; None: it is not, and
+            the line is asked only.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class WaitingLine(Generic[R]):
     ) -> None:
         self._line, self._decodes = Line(order), decodes
         self._fairness, self._accounts = order.fairness, accounts
+        self._by_arrival = order.name == "fcfs"
         self._step, self._clock = step, clock
         self._learns = forecasts is None
         self._forecasts = forecasts or LiveForecasts(None)
@@ -132,7 +134,7 @@ class WaitingLine(Generic[R]):
 
     def _put_in_order(self, requests: list[R]) -> tuple[list[R], bool]:
         n = len(requests)
-        left = self._expected_left(requests)
+        left = self.expected_left(requests)
         context = np.fromiter((one.context_tokens for one in requests), np.float64, n)
         order, alone = self._line.put_in_order(
             waited=self._clock() - np.fromiter((one.arrived for one in requests), np.float64, n),
@@ -146,6 +148,8 @@ class WaitingLine(Generic[R]):
             ),
         )
         first = order[0]
+        if self._fairness and self._by_arrival:
+            alone = bool(self._clock() - requests[first].arrived >= HOLDS_BACK * self._latest)
         if self._fairness and self._accounts is not None:
             self._share_out(self._accounts, requests, order, left)
         return [requests[i] for i in order], alone and bool(order[0] == first)
@@ -157,23 +161,38 @@ class WaitingLine(Generic[R]):
         order: npt.NDArray[np.int64],
         left: npt.NDArray[np.float64],
     ) -> None:
-        """Rewrite an order so that no account gets ahead of another by too much."""
-        index: dict[tuple[Account, Group], int] = {}
-        for request in requests:
-            rival = request.account, request.group
+        """Rewrite an order so that no account gets ahead of another by too much.
+
+        Requests of an account that can go to other instances are a line of their own, which begins
+        where the account is: what cannot go now is no charge to what can. Where instances have
+        other models than when a request came, it competes with those that come now.
+        """
+        models = {one.model for one in requests}
+        groups = {model: accounts.group_of(model) for model in models}
+        for one in requests:
+            if one.group != groups[one.model]:
+                one.group = groups[one.model]
+                one.account.lift(one.group, accounts.virtual_times.get(one.group, 0.0))
+        lacking = {model: accounts.lacking(model) for model in models}
+        rivals = [(one.account, one.group, lacking[one.model]) for one in requests]
+        index: dict[tuple[Account, Group, Group], int] = {}
+        for rival in rivals:
             index.setdefault(rival, min(len(index), _MOST_IN_LINE - 1))
         if len(index) == 1:
             return
         accounts.charge_outgrown()
         n, n_accounts = len(requests), min(len(index), _MOST_IN_LINE)
-        served = np.full(n_accounts, np.inf)
-        for rival, a in index.items():
-            served[a] = min(served[a], accounts.ahead(*rival))
+        served, here = np.full(n_accounts, np.inf), dict[tuple[Account, Group], float]()
+        for one in requests:  # those that are prefilled are charged, and have not been served
+            charge = one.account.charges.get(one, 0.0) / one.account.weight
+            here[one.account, one.group] = here.get((one.account, one.group), 0.0) + charge
+        for (account, group, _), a in index.items():
+            served[a] = min(served[a], accounts.ahead(account, group) - here[account, group])
         service = np.fromiter(map(accounts.service, requests, left), np.float64, n)
         weight = np.fromiter((one.account.weight for one in requests), np.float64, n)
         interleave(
             order,
-            np.fromiter((index[one.account, one.group] for one in requests), np.int64, n),
+            np.fromiter(map(index.__getitem__, rivals), np.int64, n),
             served,
             service / weight,
             slack(self._fairness, accounts.mean_service),
@@ -189,7 +208,7 @@ class WaitingLine(Generic[R]):
         one = np.zeros(1, dtype=np.int64)
         interleave(one.copy(), one.copy(), np.zeros(1), np.zeros(1), 0.0, one, one, one, 1)
 
-    def _expected_left(self, requests: Sequence[R]) -> npt.NDArray[np.float64]:
+    def expected_left(self, requests: Sequence[R]) -> npt.NDArray[np.float64]:
         """Return the tokens that requests are expected to generate, [n], at least 1."""
         if self._clock() - self._left_at >= _FRESH_SECONDS:
             self._left.clear()
@@ -200,7 +219,7 @@ class WaitingLine(Generic[R]):
             self._forecasts.refresh()
             means = np.maximum(self._forecasts.forecast(new).mean(), 1.0)
             for request, left in zip(new, means.tolist(), strict=True):
-                if not request.generated_tokens:
+                if self._accounts is not None and not request.generated_tokens:
                     request.foreseen_tokens = left
                 known[request] = max(corrected(request, left), 1.0)
         return np.fromiter((known[one] for one in requests), np.float64, len(requests))
@@ -266,49 +285,3 @@ def taken_out(request: R, pool: dict[R, "asyncio.Future[Any]"]) -> Iterator[None
         place = pool.pop(request, None)
         if place is not None and not place.done():
             place.set_exception(RequestRefusedError(500, "the proxy failed; see its log"))
-
-
-_STEPS_AHEAD = (0, *(2**i for i in range(4, 14)))
-
-
-def has_leftover(view: ClusterView, options: BackgroundOptions) -> npt.NDArray[np.bool_]:
-    r"""Return which instances have room for the first waiting request of a view, [n_instances].
-
-    An instance g with n of S places taken and K tokens of KV cache has room for a request w if all
-    requests on it have begun to generate, so that no prompt is computed but that of w, and
-
-    .. math::
-        n + 1 \le \text{slots} \cdot S, \qquad
-        \max_h \Big[ S_w(h)\,(c_w + h) + \sum_{i \text{ on } g} S_i(h)\,(c_i + h) \Big]
-        \le \text{kv} \cdot K
-
-    with c the tokens that a request holds and S(h) the probability that it still runs h steps from
-    now; without forecasts what is held now. An instance that has no request takes any; one that
-    does not say how much it holds takes no other beside it.
-
-    Args:
-        view: of the instances, and of one waiting request.
-        options: ``slots`` and ``kv``.
-    """
-    running = view.running
-    known = view.kv_capacity < UNLIMITED
-    begun = view.queued == 0
-    fits = _peaks(view) <= options.kv * view.kv_capacity
-    free = running + 1 <= options.slots * view.slots
-    has_room: npt.NDArray[np.bool_] = (running == 0) | (known & begun & fits & free)
-    return has_room
-
-
-def _peaks(view: ClusterView) -> npt.NDArray[np.float64]:
-    """Return the greatest load expected of each instance with the first waiting request on it."""
-    context, waits = view.context_tokens, int(view.waiting_prompt_tokens[0])
-    waits += int(view.waiting_generated_tokens[0])
-    if view.forecast is None or view.waiting_forecast is None:
-        return view.kv_load.astype(np.float64) + waits
-    peaks = np.zeros(view.n_instances)
-    for steps in _STEPS_AHEAD:
-        held = view.forecast.at(steps) * (context + steps)
-        load = np.bincount(view.instance, weights=held, minlength=view.n_instances)
-        more = view.waiting_forecast.at(steps)[0] * (waits + steps)
-        peaks = np.maximum(peaks, load + more)
-    return peaks

@@ -20,9 +20,9 @@ from data_collection.models import config_file, resolve_model
 from rescheduler.commands.event_loop import ending_signals_raised
 from rescheduler.engines.deployment import EngineOptions
 from rescheduler.engines.engine_command import check_versions, cpu_interpreter, lone_engine_command
-from rescheduler.engines.launch_engines import LaunchProgress
 from rescheduler.engines.launch_local import free_ports
 from rescheduler.engines.launch_process import ServerGroup, ServerProcess
+from rescheduler.engines.launch_progress import LaunchProgress
 from rescheduler.step_time.profile import (
     EngineDescription,
     Profile,
@@ -197,7 +197,7 @@ def profile(
         kv_cache_gb: memory of the KV cache on a CPU, GiB.
         threads: CPU threads of the engine.
         enforce_eager: Neither compile nor record CUDA graphs. If not set, only on a CPU, where
-            compiling takes minutes. The profile is that of an engine with the same setting.
+            compiling takes minutes. The profile belongs to engines with the same setting.
         arguments: further flags of `vllm serve`, such as
             `["--load-format", "dummy"]` for weights that are drawn, not loaded.
         url: Measure this running server, instead of starting one.

@@ -13,8 +13,9 @@ from data_collection.capture.requests import LEASE_SECONDS
 from rescheduler.openai.openai_request import EngineBodies, RequestRefusedError
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import Kept, LiveRequest, Move
+from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import MoveOutcome
+from rescheduler.placement.request_states import Kept, Move
 from rescheduler.placement.upstream import EngineRefusedError, UpstreamError
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.tracing.span import Span

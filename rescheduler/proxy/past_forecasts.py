@@ -13,7 +13,9 @@ import numpy as np
 from msgspec import Raw
 
 from predictor.past.length_memory import KeyArray, LengthMemory, PastError, Recalled
-from rescheduler.engines.deployment import PastOptions
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.engines.proxy_options import PastOptions
+from rescheduler.openai.openai_request import CHAT
 from rescheduler.placement.live_request import LiveRequest
 
 logger = logging.getLogger("headway.serve")
@@ -22,6 +24,7 @@ _TEMPLATE = ("tools", "tool_choice", "response_format")
 _PIECE = 2_048
 """Bytes of a prompt after which it has one more key: about 512 tokens."""
 _MOST_BYTES, _MOST_MESSAGES = 1 << 20, 4_096
+_MOST_TEMPLATE_BYTES = 256 << 10  # of each field
 _MOST_NAMES = 4_096
 _SAVED_SECONDS = 300.0
 
@@ -30,22 +33,24 @@ class _Message(msgspec.Struct):
     role: str = ""
 
 
+_roles = msgspec.json.Decoder(list[_Message])
 _messages = msgspec.json.Decoder(list[Raw])
-_message = msgspec.json.Decoder(_Message)
 
 
-def prefix_keys(body: Mapping[str, Raw], salt: bytes) -> KeyArray:
+def prefix_keys(body: Mapping[str, Raw], salt: bytes, chat: bool) -> KeyArray:
     """Return keys of a request's template, of each longer prefix of its prompt, and of the prompt.
 
     The template is its tools, the form of its answer and the system's messages before all others.
     They are digests by the salt, 64 bits each, of what the client sent: no text can be read from
-    them. Of a prompt of more than 1 MiB the first is read.
+    them. Of a prompt of more than 1 MiB the first is read, of tools and the like 256 KiB.
     """
     digest = blake2b(key=salt, digest_size=8)
     for name in _TEMPLATE:
-        digest.update(b"%s %s\0" % (name.encode(), bytes(body.get(name, b""))))
+        value = memoryview(body.get(name, b""))
+        digest.update(b"%s %d " % (name.encode(), len(value)))
+        digest.update(value[:_MOST_TEMPLATE_BYTES])
     keys = [digest.digest()]
-    for part, is_template in _parts(body):
+    for part, is_template in _parts(body.get("messages" if chat else "prompt", Raw()), chat):
         for start in range(0, len(part), _PIECE):
             digest.update(part[start : start + _PIECE])
             keys.append(digest.digest())
@@ -55,28 +60,35 @@ def prefix_keys(body: Mapping[str, Raw], salt: bytes) -> KeyArray:
     return np.frombuffer(b"".join(keys), dtype=np.uint64)
 
 
-def _parts(body: Mapping[str, Raw]) -> Iterator[tuple[bytes, bool]]:
+def _parts(prompt: Raw, chat: bool) -> Iterator[tuple[bytes, bool]]:
     """Yield what a prompt consists of, and whether that belongs to the template."""
-    given = bytes(body.get("messages", body.get("prompt", b"")))
-    whole = given[:_MOST_BYTES]
-    if "messages" not in body or len(given) > len(whole) or given.count(b"{") > _MOST_MESSAGES:
+    whole = bytes(memoryview(prompt)[:_MOST_BYTES])
+    if not chat or len(prompt) > len(whole) or whole.count(b"{") > _MOST_MESSAGES:
         yield whole, False
         return
     try:
-        messages = _messages.decode(given)
-    except (msgspec.DecodeError, RecursionError):
-        messages = [Raw(whole)]
+        roles = [message.role for message in _roles.decode(whole)]  # ends at what is no object
+        messages = _messages.decode(whole)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        yield whole, False
+        return
     begins = True
-    for raw in messages:
-        begins = begins and _is_system(raw)
+    for role, raw in zip(roles, messages, strict=True):
+        begins = begins and role in ("system", "developer")
         yield bytes(raw), begins
 
 
-def _is_system(raw: Raw) -> bool:
+def _kept_in(file: str) -> Path:
+    """Return the path of a file that keeps what is known, in a folder that is there."""
     try:
-        return _message.decode(raw).role in ("system", "developer")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
+        path = Path(file).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        usable = "\0" not in file and (path.is_file() or not path.exists())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DeploymentError(f"proxy.past.file: {file!r}: {error}") from error
+    if not usable:
+        raise DeploymentError(f"proxy.past.file: {file!r} is not a regular file")
+    return path
 
 
 class PastForecasts:
@@ -87,10 +99,13 @@ class PastForecasts:
 
     Attributes:
         memory: of their lengths.
+
+    Raises:
+        DeploymentError: nothing could be kept where the options say.
     """
 
     def __init__(self, options: PastOptions) -> None:
-        self._path = None if options.file is None else Path(options.file).expanduser()
+        self._path = None if options.file is None else _kept_in(options.file)
         self.memory = LengthMemory(options.keys)
         if self._path is not None and self._path.exists():
             try:
@@ -113,7 +128,7 @@ class PastForecasts:
         recalled = self.memory.recall(
             self._key("model", request.model),
             self._key("client", request.account.name),
-            prefix_keys(client.body, self.memory.salt),
+            prefix_keys(client.body, self.memory.salt, client.path == CHAT),
         )
         self._running[request] = recalled
         if recalled.requests == 0:
@@ -132,7 +147,15 @@ class PastForecasts:
         """Keep what is known in the file every five minutes, forever."""
         while self._path is not None:
             await asyncio.sleep(_SAVED_SECONDS)
-            await asyncio.to_thread(self._save, self.memory.copy())
+            await asyncio.to_thread(self._save, await self._copied())
+
+    async def _copied(self) -> LengthMemory:
+        """Return a copy of what is known, made in many turns of the event loop."""
+        copy = self.memory
+        for part in self.memory.copied():
+            copy = part
+            await asyncio.sleep(0)
+        return copy
 
     def close(self) -> None:
         """Keep what is known in the file, if there is one."""

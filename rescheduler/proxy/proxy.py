@@ -11,9 +11,9 @@ from rescheduler.coordination.coordinated_cluster import CoordinatedCluster
 from rescheduler.engines.deployment import Deployment
 from rescheduler.finish_times.load_ahead import compile_load_ahead
 from rescheduler.openai.openai_request import ClientRequest, EngineBodies
-from rescheduler.ordering import create_order
 from rescheduler.placement.account import Account
 from rescheduler.placement.cluster import Cluster
+from rescheduler.placement.guarded_policy import deployed_order, deployed_shadow_order
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
 from rescheduler.proxy.finish_reports import FinishReports
@@ -60,7 +60,9 @@ class Proxy:
         self.cluster = cluster = kind(deployment)
         expected = expected_lengths(deployment)
         self._forecasts = PromptForecasts(expected) if expected is not None else None
-        learns = options.past.keys > 0 and create_order(**deployment.order).needs_lengths
+        orders = (deployed_order(deployment), deployed_shadow_order(deployment))
+        by_lengths = any(order is not None and order.needs_lengths for order in orders)
+        learns = options.past.keys > 0 and by_lengths
         self._past = PastForecasts(options.past) if learns else None
         self._tracer = create_tracer(options.traces)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)

@@ -14,9 +14,10 @@ from rescheduler.openai.openai_response import read_usage
 from rescheduler.openai.openai_stream import EventReader, event, read_signs
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import Kept, Landing, LiveRequest, Placed, Returned, Waiting
+from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.prober import OutlierDetection
 from rescheduler.placement.quarantine import MOST_BREAKS, MOST_LOST, TRUSTED_TOKENS, Quarantine
+from rescheduler.placement.request_states import Kept, Landing, Placed, Returned, Waiting
 from rescheduler.placement.stream_watch import LateError, StreamWatch
 from rescheduler.placement.upstream import (
     EngineFullError,
@@ -339,8 +340,9 @@ class RequestFlow:
 
     def _body(self, request: LiveRequest) -> bytes:
         splicer, params = request.splicer, request.transfer_params
+        suspended = self.dispatcher.suspended(request)
         if not splicer.output_token_ids:
-            return self.bodies.decode(request.client, request.id, request.hop, params)
+            return self.bodies.decode(request.client, request.id, request.hop, params, suspended)
         instance = request.instance
         if splicer.parsed and instance is not None and not instance.parses_again:
             reason = "cannot go on with an answer whose text is parsed"
@@ -353,6 +355,7 @@ class RequestFlow:
             splicer.output_token_ids,
             params,
             splicer.answer_so_far,
+            suspended,
         )
 
 

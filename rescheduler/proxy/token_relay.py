@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.continued_text import ChunkJoiner
 from rescheduler.openai.openai_request import MESSAGES, error_body
 from rescheduler.openai.openai_response import ResponseCollector
@@ -19,8 +19,9 @@ from rescheduler.openai.openai_stream import DONE, Chunk, EventReader, event, re
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.guarded_policy import longest_prompt
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import Frozen, Kept, LiveRequest, TokenArrival, Unanswered
+from rescheduler.placement.live_request import LiveRequest, TokenArrival
 from rescheduler.placement.prober import OutlierDetection
+from rescheduler.placement.request_states import Frozen, Kept, Unanswered
 from rescheduler.placement.stream_watch import Wait
 from rescheduler.placement.upstream import UpstreamError, reported_error
 from rescheduler.proxy.migrator import Migrator
@@ -140,7 +141,7 @@ class TokenRelay:
     ) -> bool:
         """Take a chunk; return whether it ended the request though the engine goes on."""
         request, splicer = stream.request, stream.request.splicer
-        if not splicer.prompt_token_ids and (ids := chunk.prompt):
+        if not stream.progress and not splicer.prompt_token_ids and (ids := chunk.prompt):
             request.prompt_tokens, request.prompt_is_known = len(ids), True
         tokens = splicer.new_tokens(chunk)
         if tokens:

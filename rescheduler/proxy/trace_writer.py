@@ -4,8 +4,10 @@ import asyncio
 import fcntl
 import logging
 import os
+import re
 import stat
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -20,9 +22,13 @@ HEADER = "arrival_s,input_tokens,output_tokens,client\n"
 
 _SECONDS = 1.0
 """Between two writes."""
-_MOST_HELD = 65_536
-"""Requests that have ended and wait for the line of one that came before them."""
-_LONGEST_LINE = 128
+_MOST_HELD, _LONGEST_HELD = 65_536, 300.0
+"""Requests that wait for the line of one that came before them, and seconds for which they do."""
+_AT_ONCE = 4_096
+"""Lines of one write."""
+_BLOCK = 1 << 16
+_DAY = 86_400.0
+_LINE = re.compile(rb"(\d{1,12}\.\d{6}),\d{1,12},\d{1,12},\S{0,256}", re.ASCII)
 _OWN_LENGTH = ("ok", "client_gone")
 """Outcomes of requests that had the length which they or their clients gave them."""
 
@@ -30,10 +36,11 @@ _OWN_LENGTH = ("ok", "client_gone")
 class TraceWriter:
     """Appends a line for each request that has ended to a CSV file, in the order of arrival.
 
-    A request waits for the line of one that came before it and still runs. The file gets whole
-    lines only: a write that fails is undone, and a line that a crash has cut is removed when the
-    file is opened again. Left out are requests without a token, with several answers, or with a
-    prompt whose length no engine has said.
+    A request waits for the line of one that came before it and still runs, for five minutes: one
+    that runs for longer is written as it ends, as if it had come then. The file gets whole lines
+    only: a write that fails is undone, and what a crash has left behind the last whole line is
+    removed when the file is opened again. Left out are requests without a token, with several
+    answers, or with a prompt whose length no engine has said.
 
     Args:
         path: of the file; it is created for its owner alone, or continued.
@@ -49,7 +56,8 @@ class TraceWriter:
         self._path = path
         self._most_bytes = most_bytes
         self._clock = clock
-        self._lines: dict[Placeable, tuple[float, str | None]] = {}  # None: it still runs
+        # None: it still runs.
+        self._lines: OrderedDict[Placeable, tuple[float, str | None]] = OrderedDict()
         self._late: list[str] = []
         self._written = 0
         self._left_out = 0
@@ -82,13 +90,29 @@ class TraceWriter:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, header, 0)
             return len(header), 0.0
-        begin = max(0, size - 2 * _LONGEST_LINE)
-        whole = os.pread(self._file, size - begin, begin).rpartition(b"\n")[0]
-        os.ftruncate(self._file, begin + len(whole) + 1)
-        last = 0.0
-        with suppress(ValueError):  # the header
-            last = float(whole.rpartition(b"\n")[2].partition(b",")[0])
-        return begin + len(whole) + 1, last
+        end = self._after_newline(size)
+        os.ftruncate(self._file, end)
+        begin = self._after_newline(end - 1)
+        if begin == 0:  # the header
+            return end, 0.0
+        line = _LINE.fullmatch(os.pread(self._file, min(end - 1 - begin, _BLOCK), begin))
+        last = float(line[1]) if line else -1.0
+        if not 0.0 <= last <= self._clock() + _DAY:
+            raise DeploymentError(
+                f"--trace: the last line of {self._path} is no request, or none of the past; "
+                "remove it or name another file"
+            )
+        return end, last
+
+    def _after_newline(self, end: int) -> int:
+        """Return where the line begins that some place of the file is in."""
+        while end > 0:
+            begin = max(0, end - _BLOCK)
+            found = os.pread(self._file, end - begin, begin).rfind(b"\n")
+            if found >= 0:
+                return begin + found + 1
+            end = begin
+        return 0
 
     def began(self, request: Placeable) -> None:
         """Note a request that has just arrived."""
@@ -96,8 +120,7 @@ class TraceWriter:
             return
         self._lines[request] = self._clock(), None
         if len(self._lines) > _MOST_HELD:
-            # It is written when it ends, as if it had come then.
-            del self._lines[next(iter(self._lines))]
+            self._lines.popitem(last=False)
 
     def ended(self, request: Placeable, outcome: str, client: str) -> None:
         """Note a request that has ended, and a name of its client that does not tell who it is."""
@@ -116,11 +139,13 @@ class TraceWriter:
 
     def _due(self, everything: bool = False) -> bytes:
         """Take the lines that nothing holds up any more, each with an arrival after the last."""
-        due = []
-        for request, (arrival, line) in list(self._lines.items()):
-            if line is None and not everything:
+        due: list[str] = []
+        now = self._clock()
+        while self._lines and (everything or len(due) < _AT_ONCE):
+            arrival, line = next(iter(self._lines.values()))
+            if line is None and not everything and now - arrival < _LONGEST_HELD:
                 break
-            del self._lines[request]
+            self._lines.popitem(last=False)
             if line:
                 self._last = max(self._last, arrival)
                 due.append(f"{self._last:.6f},{line}")

@@ -10,7 +10,7 @@ from functools import partial
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.body_memory import BodyMemory, KeptBody, client_of
 from rescheduler.openai.openai_request import (
     ALWAYS_STREAM,
@@ -169,7 +169,7 @@ class _Endpoints:
             self._proxy.cluster.dispatcher.admit(account)
             with self._memory.kept(address, http.content_length) as kept:
                 sent = await read_body(http, kept, self._options)
-                await self._turnstile.enter(address)
+                await self._turnstile.enter(account.name)
                 raw = unpacked(http, sent, kept, self._options)
                 if http.content_type.lower() != "application/json":
                     message = "the Content-Type of a body must be application/json"
@@ -246,7 +246,19 @@ class _Endpoints:
     async def _generated(
         self, request: LiveRequest, answer: ClientAnswer
     ) -> tuple[web.StreamResponse, str]:
-        """Return the answer to a request, and how it ended."""
+        """Return the answer to a request, and how it ended.
+
+        Raises:
+            asyncio.CancelledError: the client is gone, be it when it was to be told of a failure.
+        """
+        try:
+            return await self._served(request, answer)
+        except ClientGoneError:
+            raise asyncio.CancelledError from None
+
+    async def _served(
+        self, request: LiveRequest, answer: ClientAnswer
+    ) -> tuple[web.StreamResponse, str]:
         try:
             async with self._followed(request, answer):
                 if request.client.movable:
@@ -268,8 +280,6 @@ class _Endpoints:
             if not self._proxy.cutting:
                 raise
             return await answer.fail_with(503, "the service is shutting down"), "cut"
-        except ClientGoneError:
-            raise asyncio.CancelledError from None
 
     async def not_served(self, http: web.Request) -> web.Response:
         resource = http.match_info.route.resource

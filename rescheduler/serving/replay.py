@@ -1,4 +1,4 @@
-"""`headway replay`: what was recorded, on the page."""
+"""`headway demo --replay`: what was recorded, on the page."""
 
 import asyncio
 import secrets
@@ -58,16 +58,10 @@ class _Endpoints:
 _HOST = "127.0.0.1"
 
 
-def replay(log: Path, beside: Path | None = None, port: int = 8002) -> None:
-    """Show a recorded log on a page with a time slider, or two beside each other.
+def replay(paths: Sequence[Path], port: int) -> None:
+    """Show recorded logs on a page with a time slider, beside each other, until Ctrl-C.
 
-    Logs are recorded by `headway serve --record FILE` and `headway simulate --record FILE`. Two
-    are shown at the same time after their beginnings, as those of two policies. Ctrl-C ends it.
-
-    Args:
-        log: Log to show.
-        beside: A second log, to compare with.
-        port: Serve the page on this port of this machine. 0 takes a free one.
+    They are shown at the same time after their beginnings.
 
     Raises:
         LogError: a file is no log, or a damaged one.
@@ -76,11 +70,11 @@ def replay(log: Path, beside: Path | None = None, port: int = 8002) -> None:
     """
     if not 0 <= port <= 65_535:
         raise ValueError(f"--port {port}: a port is a number from 0 to 65535")
-    read = [read_log(path) for path in (log, beside) if path is not None]
-    for one in read:
-        cut = ", and then is cut off" if one.is_cut else ""
-        print(f"{one.path}: {len(one.times)} snapshots of {one.times[-1]:,.0f} s{cut}")
-    run_server(_show(read, port))
+    logs = [read_log(path) for path in paths]
+    for log in logs:
+        cut = ", and then is cut off" if log.is_cut else ""
+        print(f"{log.path}: {len(log.times)} snapshots of {log.times[-1]:,.0f} s{cut}")
+    run_server(_show(logs, port))
 
 
 async def _show(logs: Sequence[Log], port: int) -> None:

@@ -142,14 +142,15 @@ def serve(
     running requests have finished or their time is up; a second one stops it at once. It prints the
     address of a page on this machine that shows requests, forecasts and moves live.
 
-    One proxy serves a deployment, unless it has a section `coordinator`: then start as many as you
-    like, and one `headway coordinator`, which decides for all of them and serves the page.
+    One proxy serves a deployment. With a section `coordinator`, start as many as you like, and one
+    `headway coordinator`, which decides for all of them and serves the page.
 
     Args:
         config: the deployment.
         port: Listen on this port instead of the deployment's `proxy.port`, for a second proxy on
             one machine.
-        record: Log to this new file what the page shows, twice a second, for `headway replay`.
+        record: Log to this new file what the page shows, twice a second, for `headway demo
+            --replay`.
         trace: Append when each request arrived and how long it was to this file, for `headway
             advise` and `headway rehearse`. It has no texts, tokens or keys.
         trace_mb: Largest size of that file, in MiB. Then no more is written.

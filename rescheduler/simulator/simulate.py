@@ -86,7 +86,7 @@ def simulate(
             requests.parquet in it. A folder of an earlier simulation is replaced. With --vary,
             of sweep.csv, sweep.json and the runs.
         overwrite: write to ``out`` whatever is in it.
-        record: log the runs of the first seed to this file, for `headway replay`; of several
+        record: log the runs of the first seed to this file, for `headway demo --replay`; of several
             policies each gets a file of its own, with its label in the name.
         record_every: simulated seconds between two snapshots of the log.
         vary: key -> values. A policy is named by its label: policies.bfio.horizon.

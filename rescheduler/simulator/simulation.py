@@ -18,16 +18,12 @@ from rescheduler.ordering.expected_rest import RestByAge
 from rescheduler.ordering.service_order import FirstComeFirstServed
 from rescheduler.routing import Needs, RoutingPolicy, create_policy
 from rescheduler.routing.policy import NO_KERNEL, kernel_of
-from rescheduler.simulator.config.service_rules import service_rules
+from rescheduler.simulator.config.rules import Prefill, Rules, cluster_rules, service_rules
 from rescheduler.simulator.config.simulation_config import PolicyChoice, SimulationConfig, checked
 from rescheduler.simulator.engine.decode_step import new_batch_arrays
 from rescheduler.simulator.engine.engine import EngineParts, advance, apply_target
 from rescheduler.simulator.engine.engine_state import (
     NONE,
-    Batching,
-    Prefill,
-    Rules,
-    Suspends,
     Wanted,
     new_arrivals,
     new_cluster,
@@ -51,8 +47,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
 )
 from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, create_forecast
 from rescheduler.simulator.results.metrics import LoadSeries, RequestRecords, RunResult
-from rescheduler.simulator.workloads.forecast_recording import ReplayTrace
-from rescheduler.simulator.workloads.trace import Trace, first_requests, timed_blocks
+from rescheduler.simulator.workloads.trace import ReplayTrace, Trace, first_requests, timed_blocks
 from rescheduler.simulator.workloads.trace_files import create_trace
 from rescheduler.step_time.step_time import StepTime, create_step_time
 
@@ -176,7 +171,6 @@ def _nobody() -> None:
 
 IntArray = npt.NDArray[np.int64]
 
-_NO_LIMIT = np.iinfo(np.int64).max
 _SAMPLE_REQUESTS = 20_000
 _OTHER_DRAW = 1_000_003
 
@@ -258,7 +252,7 @@ class Simulation:
                 "another policy"
             )
         self.planner = planner
-        rules = _rules(setup, self.policy, planner)
+        rules = cluster_rules(config, setup.step_time, self.policy, planner)
         servers = config.prefill.instances if config.prefill.kind == "stage" else 0
         kernel, ordering = kernel_of(self.policy), self.order.parameters()
         self._kernel = NO_KERNEL if kernel is None else kernel
@@ -493,7 +487,7 @@ class Simulation:
         scalars["block_length"] = len(block.prompt)
 
     def _note_finished(self) -> None:
-        """Tell the learner and the instances which requests have ended since the last call."""
+        """Pass what has ended since the last call on to the learner and the instances."""
         records = self.engine.cluster.finished[self._noted : self._scalars["finished"]]
         self._noted = int(self._scalars["finished"])
         if self._learner is not None:
@@ -567,49 +561,6 @@ class Simulation:
             )
         ]
         return PointForecast.new(np.array(remaining, dtype=np.float64))
-
-
-def _rules(setup: RunSetup, policy: RoutingPolicy, planner: MigrationPolicy | None) -> Rules:
-    config = setup.config
-    drift = np.array(config.drift, dtype=np.int64)
-    queueing, every = config.dispatch == "instant", float(policy.decide_every())
-    if every > 0.0 and config.clock == "barrier":
-        raise ValueError(
-            f"{policy.name} decides every {every:g} s, which is not simulated behind a barrier; "
-            "choose clock: independent"
-        )
-    instant = queueing and every == 0.0
-    if instant and policy.holds_back():
-        raise ValueError(
-            f"{policy.name}, as configured, lets requests wait that have a place, and instant "
-            "dispatch asks it once about each; give it `every` (seconds), or choose dispatch: pool"
-        )
-    return Rules(
-        n_instances=config.cluster.instances,
-        slots=config.cluster.slots,
-        kv_capacity=config.cluster.capacity_tokens,
-        barrier=config.clock == "barrier",
-        instant=instant,
-        queueing=queueing,
-        decide_every=every,
-        pool_limit=(1 if instant else _NO_LIMIT) if queueing else config.pool_limit,
-        revelation=config.arrivals.kind == "revelation",
-        prefill=int(Prefill[config.prefill.kind.upper()]),
-        batching=int(Batching[config.batching.upper()]),
-        drift=drift,
-        most_growth=int(drift.max()),
-        handshake_seconds=config.transfer.handshake_s,
-        tokens_per_second=config.transfer.tokens_per_second,
-        block_tokens=config.transfer.block_tokens,
-        prefix_caching=config.cluster.prefix_caching,
-        lost_tokens=config.cluster.block_tokens // 2,
-        dispatch_seconds=config.cluster.dispatch_s,
-        max_steps=_NO_LIMIT if config.max_steps is None else config.max_steps,
-        max_seconds=inf if config.max_seconds is None else config.max_seconds,
-        suspends=int(Suspends[config.cluster.victim.upper()]),
-        plan_every=0 if planner is None else config.migration.interval * config.cluster.instances,
-        service=service_rules(config, setup.step_time, policy.needs_budget),
-    )
 
 
 def _idle_budget(rules: Rules) -> float:

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-from rescheduler.engines.deployment import TraceOptions
+from rescheduler.engines.proxy_options import TraceOptions
 
 logger = logging.getLogger("headway.serve")
 

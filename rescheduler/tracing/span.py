@@ -16,7 +16,8 @@ from opentelemetry.trace import SpanContext, SpanKind, StatusCode, format_span_i
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from rescheduler.engines.deployment import DeploymentError, TraceOptions
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.engines.proxy_options import TraceOptions
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, ClientRequest
 
 if TYPE_CHECKING:  # the SDK is an extra

@@ -1,13 +1,15 @@
 """What a request carries for moving it, beside the KV parameters of NIXL."""
 
 import hmac
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from data_collection.capture.requests import MIGRATION_PARAMS
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Suspended = Literal["first", "last"] | None
+"""Whether an engine whose memory runs out suspends a request before all others, or after them."""
 
 _MOST_CHUNKS = 1 << 21
 
@@ -38,6 +40,7 @@ class MigrationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_tokens: what the client asked for, where the engine is asked for less (a prefill).
         copies: only the KV cache of the prompt is wanted, for a request that is to come.
         answer: how far the answer has come, where its text is parsed.
+        suspended: before all others, or after them, when memory runs out (see `Victims`).
         signature: the proxy's, see `signed`.
     """
 
@@ -47,6 +50,7 @@ class MigrationParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Count | None = None
     copies: bool = False
     answer: AnswerSoFar | None = None
+    suspended: Suspended = None
     signature: str | None = None
 
 

@@ -304,7 +304,7 @@ async def test_two_logs_are_replayed_beside_each_other(
 ) -> None:
     one = MadeUpCluster(2, 4, 4608, seed=1).record(tmp_path / "one.jsonl.gz", 41)
     other = MadeUpCluster(3, 4, 4608, seed=2).record(tmp_path / "other.jsonl.gz", 21)
-    command = [*headway_command, "replay", str(one), "--beside", str(other), "--port", "0"]
+    command = [*headway_command, "demo", "--replay", str(one), str(other), "--port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
         said = [await process.stdout.readline() for _ in range(3)]

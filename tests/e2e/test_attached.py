@@ -18,7 +18,7 @@ from running_command import next_line, running
 from running_deployment import ENGINE
 from shown_commands import ROOT, read_page
 
-from rescheduler.demo.demo_load import metric_in
+from rescheduler.demo.load import metric_in
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_local import local_deployment

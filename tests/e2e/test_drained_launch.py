@@ -13,8 +13,7 @@ from running_deployment import patient
 
 from benchmarks.support.deployments import proxy
 from benchmarks.upgrade import Ledger, Upgrades
-from rescheduler.demo.demo_load import metric_total
-from rescheduler.demo.scripted_load import EmulatedRequest, changed_answers, serve_load
+from rescheduler.demo.load import EmulatedRequest, changed_answers, metric_total, serve_load
 from rescheduler.emulation.emulate_options import EmulateOptions
 from rescheduler.engines.deployment import Deployment, EngineOptions
 from rescheduler.engines.emulated_deployment import model_to_load

@@ -21,11 +21,12 @@ from running_deployment import patient
 
 from benchmarks.support.deployments import proxy
 from benchmarks.support.experiment import PromptLengths, drawn_load
-from rescheduler.demo.demo_load import metric_total, preemptions
-from rescheduler.demo.scripted_load import (
+from rescheduler.demo.load import (
     EmulatedAnswer,
     EmulatedRequest,
     changed_answers,
+    metric_total,
+    preemptions,
     serve_load,
     step_sums,
 )

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from proxying import Client, Served, served
 from running_deployment import ENGINE, patient, running
 
-from rescheduler.demo.demo_load import metric_in
+from rescheduler.demo.load import metric_in
 from rescheduler.engines.launch_local import local_deployment
 from rescheduler.step_time.profile import BatchTime
 

@@ -21,18 +21,11 @@ from listening import Listener, listener
 from move_cases import CASES, Compared, assert_unchanged, there_and_back
 from moving import GREEDY, STORY, Engine, Generation, engines_of, moved, runner_on
 from recorded_requests import wait_until_recorded
-from v2_engines import (
-    BATCHED_TOKENS,
-    V2_RUNNER,
-    V2Engines,
-    v2_engines,
-    v2_environment,
-    what_ran,
-)
+from v2_engines import BATCHED_TOKENS, V2_RUNNER, V2Engines, v2_engines, v2_environment, what_ran
 
 from benchmarks.support.offline_engine import compare_vectors
 from predictor.training.row_table import load_rows
-from rescheduler.demo.demo_load import metric_in
+from rescheduler.demo.load import metric_in
 
 pytestmark = pytest.mark.timeout(1200)
 

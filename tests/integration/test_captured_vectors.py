@@ -47,10 +47,7 @@ class Recording:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        *("base", "stress"),
-        pytest.param("tensor-parallel", marks=pytest.mark.slow),
-    ],
+    params=[*("base", "stress"), pytest.param("tensor-parallel", marks=pytest.mark.slow)],
 )
 def recording(
     request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory

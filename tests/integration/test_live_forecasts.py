@@ -14,11 +14,7 @@ from offline_engines import forecasts_between_steps
 from recorded_requests import wait_until_recorded
 
 from data_collection.dataset.validate_dataset import validate
-from predictor.live.telemetry_messages import (
-    Finished,
-    Message,
-    Snapshot,
-)
+from predictor.live.telemetry_messages import Finished, Message, Snapshot
 from predictor.training.row_table import RowTable, load_rows
 
 REQUESTS = 8
@@ -49,11 +45,7 @@ def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Heard:
             "record": {"path": str(dataset), "dtype": "float32", "flush_seconds": 1},
             "forecast": {
                 "checkpoint": str(checkpoint),
-                "telemetry": {
-                    "bind": "",
-                    "connect": [listening.endpoint],
-                    "instance": "decode-0",
-                },
+                "telemetry": {"bind": "", "connect": [listening.endpoint], "instance": "decode-0"},
             },
         }
         arguments = server_arguments(smollm2, section, *FLAGS)

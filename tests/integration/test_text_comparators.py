@@ -120,7 +120,7 @@ def test_requests_that_clients_left_are_left_out_of_training(rows: RowTable) -> 
 
 
 def test_limits_of_the_models_are_enforced() -> None:
-    with pytest.raises(ValueError, match="minilm reads 512 tokens, max_tokens is 513"):
+    with pytest.raises(ValueError, match="minilm reads 512 tokens here, max_tokens is 513"):
         AuxiliaryEncoder(max_tokens=513)
     with pytest.raises(ValueError, match="smollm2 reads 1024 tokens here, max_tokens is 1025"):
         AuxiliaryCausalLM(max_tokens=1025)

@@ -195,10 +195,7 @@ LOOKAHEAD = "request num_computed_tokens num_new_tokens"
         (ModelConfig.get_hidden_size, ""),
         (NixlPullConnectorScheduler._stop_heartbeat, "req_id"),
         (NixlPullConnectorScheduler.build_connector_meta, "scheduler_output"),
-        (
-            NixlPullConnectorScheduler.get_num_new_matched_tokens,
-            "request num_computed_tokens",
-        ),
+        (NixlPullConnectorScheduler.get_num_new_matched_tokens, "request num_computed_tokens"),
         (NixlPullConnectorScheduler.on_new_request, "request"),
         (NixlPullConnectorScheduler.request_finished, "request block_ids"),
         (NixlPullConnectorScheduler.update_connector_output, "connector_output"),

@@ -13,11 +13,18 @@ import pytest
 import torch
 from checked_commands import UNCHECKED, check_mention, check_words, programs_of
 from desk import laid
+from google.protobuf.json_format import MessageToJson
 from matplotlib import pyplot
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from recorded_dataset import record
 from shown_commands import PAGES, PYTHON, ROOT, How, read_page, spans_in
+from vllm.tracing import SpanAttributes
 
 from rescheduler.commands.command_line import _USAGE
+from rescheduler.simulator.workloads.trace_files import TraceFile
 
 DOCS = ROOT / "docs"
 FOLDERS = (
@@ -105,10 +112,33 @@ def test_the_sample_trace_is_made_as_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").mkdir()
-    executed(*python_blocks("advise.md"))
+    executed(python_blocks("advise.md")[0])
     assert (tmp_path / "examples/trace.csv").read_bytes() == Path(
         ROOT / "examples/trace.csv"
     ).read_bytes()
+
+
+def test_spans_of_vllm_become_a_trace_as_the_page_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("vllm")
+    tracer.start_span("tokenize", start_time=5).end()
+    for arrival, prompt, answer in ((7_500_000_000, 12, 40), (6_000_000_000, 9, 1)):
+        counts = {
+            SpanAttributes.GEN_AI_USAGE_PROMPT_TOKENS: prompt,
+            SpanAttributes.GEN_AI_USAGE_COMPLETION_TOKENS: answer,
+            SpanAttributes.GEN_AI_LATENCY_E2E: 0.5,
+        }
+        tracer.start_span("llm_request", start_time=arrival, attributes=counts).end()
+    sent = encode_spans(exporter.get_finished_spans())  # as the file exporter writes it
+    (tmp_path / "spans.jsonl").write_text(MessageToJson(sent, indent=None) + "\n")
+    monkeypatch.chdir(tmp_path)
+    executed(python_blocks("advise.md")[1])
+    rows = (tmp_path / "traffic.csv").read_text().splitlines()
+    assert rows == ["arrival_s,input_tokens,output_tokens", "0.000,9,1", "1.500,12,40"]
+    assert TraceFile("traffic.csv").read_as
 
 
 def test_the_gateway_page_shows_the_configuration_of_envoy() -> None:
@@ -172,7 +202,7 @@ SOURCES = [
 COMMENTED = [
     *sorted((ROOT / "configs").rglob("*.yaml")),
     *sorted((ROOT / "deploy").rglob("*.yml")),
-    *sorted((ROOT / "charts").rglob("values.yaml")),
+    *sorted((ROOT / "charts").rglob("values*.yaml")),
 ]
 
 

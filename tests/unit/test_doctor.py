@@ -3,10 +3,12 @@
 import io
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -64,6 +66,41 @@ def test_a_model_is_judged_by_its_configuration(
     assert [one.what for one in found] == ["model", "hidden states", "moves"]
     assert (found[1].state, found[2].state) == states
     assert all((one.remedy == "") == (one.state == "ok") for one in found)
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "state", "found"),
+    [
+        ("MemTotal: 9 kB\nMemAvailable:   20971520 kB\n", "ok", "20.0 GiB available"),
+        ("MemAvailable:    4194304 kB\n", "note", "4.0 GiB available: three engines"),
+        ("MemFree: 1 kB\n", "ok", "unknown"),
+        (None, "ok", "unknown"),
+    ],
+)
+def test_memory_is_what_new_processes_can_have(
+    tmp_path: Path, meminfo: str | None, state: str, found: str
+) -> None:
+    if meminfo is not None:
+        (tmp_path / "meminfo").write_text(meminfo)
+    memory = module._memory(tmp_path / "meminfo")
+    assert memory.state == state and memory.found.startswith(found)
+
+
+def test_a_port_in_use_is_named_with_another_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        taken = module._port(port)
+    assert (taken.state, taken.remedy) == ("note", f"serve with --proxy.port {port + 1}")
+    assert module._port(free_port()).state == "ok"
+
+
+@pytest.mark.parametrize(("gib", "state"), [(1, "note"), (50, "ok")])
+def test_a_disk_that_is_nearly_full_is_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gib: int, state: str
+) -> None:
+    usage = SimpleNamespace(free=gib << 30)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: usage)
+    assert module._disk(tmp_path).state == state
 
 
 json_values = st.recursive(

@@ -26,7 +26,10 @@ import predictor
             {"torch", "matplotlib"},
         ),
         ("import data_collection.workload.collect", {"vllm"}),
-        ("import rescheduler.serving.replay", {"rescheduler.placement.planner"}),
+        (
+            "import rescheduler.demo.demo, rescheduler.serving.replay",
+            {"rescheduler.placement.planner", "rescheduler.proxy"},
+        ),
         ("import rescheduler.gateway.picker_command", {"grpc"}),
         (
             "import rescheduler.serving.serve, rescheduler.engines.launch_engines; "

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from predictor.live.zmq_sockets import create_keys, shared_secret
 from rescheduler.commands.command_line import main
 from rescheduler.commands.event_loop import LOG_FORMAT, LOG_TIME, EscapingFormatter
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.placement.upstream import engine_key
 
 

@@ -1,16 +1,12 @@
 """The notebook runs, says what the repository shows of it, and keeps what its text promises."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from executed_notebook import EXAMPLES, check_ran_quietly, execute, figures, texts
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
 
 NOTEBOOK = EXAMPLES / "from_dataset_to_routing.ipynb"
@@ -20,47 +16,15 @@ NOTEBOOK = EXAMPLES / "from_dataset_to_routing.ipynb"
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The notebook as a kernel of its own has just executed it."""
     out = tmp_path_factory.mktemp("notebook")
-    environment = os.environ | {"IPYTHONDIR": str(out / "ipython")}
-    environment.pop("MPLBACKEND", None)  # the kernel chooses what shows figures in a notebook
-    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute"]
-    command += ["--config", str(EXAMPLES / "nbconvert_config.py"), "--output-dir", str(out)]
-    done = subprocess.run(
-        [*command, str(NOTEBOOK)], env=environment, capture_output=True, text=True, timeout=840
-    )
-    assert done.returncode == 0, done.stderr
-    return nbformat.read(out / NOTEBOOK.name, as_version=4)
-
-
-def code_cells(notebook: Any) -> list[Any]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def texts(notebook: Any) -> list[str]:
-    """What each cell prints and shows as text, figures aside."""
-    return [
-        "".join(
-            output.text if output.output_type == "stream" else output.data["text/plain"]
-            for output in cell.outputs
-        )
-        for cell in code_cells(notebook)
-    ]
+    return execute(NOTEBOOK, out, out)
 
 
 def test_every_cell_has_run_without_a_warning(executed: Any) -> None:
-    cells = code_cells(executed)
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    outputs = [output for cell in cells for output in cell.outputs]
-    assert not [output for output in outputs if output.get("name") == "stderr"]
+    check_ran_quietly(executed)
 
 
 def test_every_section_has_its_figure(executed: Any) -> None:
-    figures = [
-        output.data["image/png"]
-        for cell in code_cells(executed)
-        for output in cell.outputs
-        if "image/png" in output.get("data", {})
-    ]
-    assert len(figures) == len(set(figures)) == 6
+    assert len(figures(executed)) == len(set(figures(executed))) == 6
 
 
 def test_the_repository_shows_what_the_code_says(executed: Any) -> None:

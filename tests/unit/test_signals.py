@@ -1,5 +1,6 @@
 """Signals end what they should, wait where they must, and cut nothing."""
 
+import errno
 import fcntl
 import json
 import os
@@ -117,7 +118,7 @@ def arguments(engine: str, smollm2: Path, tmp_path: Path) -> dict[str, list[str]
         "serve": ["serve", "--config", str(config)],
         "coordinator": ["coordinator", "--config", str(coordinated)],
         "picker": ["picker", "--config", str(config), "--port", "0"],
-        "replay": ["replay", str(log), "--port", "0"],
+        "replay": ["demo", "--replay", str(log), "--port", "0"],
     }
 
 
@@ -133,7 +134,13 @@ class Terminal:
         fcntl.ioctl(self.there, termios.TIOCSCTTY, 0)
 
     def line(self) -> str:
-        return self._said.readline().decode().strip()
+        """Return the next line, or nothing where the process has ended."""
+        try:
+            return self._said.readline().decode().strip()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return ""
 
     def close(self) -> None:
         self._said.close()

@@ -57,15 +57,18 @@ PAIRS = {
         "headway train tune dataset --trials 1 --max-epochs 1 --predictor survival --out tuned"
     ),
     "train tune -> train fit": "the command that train tune prints",
-    "collect, train fit -> record": "headway record dataset survival recorded/recording.parquet",
-    "record -> simulate, as a trace": (
+    "collect, train fit -> evaluate, its forecasts": (
+        "headway evaluate dataset survival --out recorded "
+        "--forecasts recorded/recording.parquet --comparators '{}'"
+    ),
+    "evaluate -> simulate, as a trace": (
         f"headway simulate {BRIEF} --trace '{REPLAY}' --trace.requests 60"
     ),
-    "record -> simulate, as forecasts": (
+    "evaluate -> simulate, as forecasts": (
         f"headway simulate {BRIEF} --trace '{REPLAY}' --trace.requests 60 --forecast '{REPLAY}' "
         "--policies bfio"
     ),
-    "record -> advise": (
+    "evaluate -> advise": (
         "headway advise trace.csv --recording recorded/recording.parquet --requests 1200 --seeds 2 "
         "--clock barrier"
     ),

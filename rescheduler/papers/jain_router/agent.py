@@ -15,12 +15,12 @@ from torchrl.modules import MLP, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate, ValueEstimators
 
 from predictor.compilation import compiled
+from rescheduler.cluster.registry import COUNT, POSITIVE, Checked
 from rescheduler.routing.learned.rl import action_values, network_parameters
 
 FloatArray = npt.NDArray[np.float64]
 Layers = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
 
-_POSITIVE = ("batch_size", "steps", "lr", "replay", "average_rate")
 _FINAL_LR = 0.1
 """Share of the learning rate at the end of training, reached linearly."""
 _POTENTIAL = np.array([20.0, 60.0])
@@ -63,7 +63,15 @@ class Episode(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AgentConfig:
+class AgentConfig(
+    Checked,
+    batch_size=COUNT,
+    lr=POSITIVE,
+    discount="[0, 1)",
+    steps=COUNT,
+    replay=COUNT,
+    average_rate=POSITIVE,
+):
     r"""How the network learns.
 
     Attributes:
@@ -89,13 +97,12 @@ class AgentConfig:
     average_rate: float = 0.001
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"agent.{name} must be above 0, not {getattr(self, name)}")
-        if not 0 <= self.discount < 1:
-            raise ValueError(f"agent.discount must be in [0, 1), not {self.discount}")
+        super().__post_init__()
         if self.batch_size > self.replay:
             raise ValueError("agent.batch_size: more than agent.replay keeps")
+
+    def _section(self) -> str:
+        return "agent."
 
 
 class _Dueling(nn.Module):

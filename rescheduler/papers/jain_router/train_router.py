@@ -3,7 +3,7 @@
 import hashlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,6 @@ from rescheduler.simulator.simulation import run, run_setup
 from rescheduler.simulator.workloads.trace_files import announce_traces
 
 FloatArray = npt.NDArray[np.float64]
-Figures = dict[str, float]
 
 _COLUMNS = (
     Column("end to end, s", "end_to_end", 1.0, ".1f"),
@@ -59,8 +58,6 @@ _COLUMNS = (
     Column("at the instance, s", "instance_wait", 1.0, ".2f"),
     Column("preemptions", "preemptions", 1.0, ".0f"),
 )
-
-_GAINS = ("latency", "end_to_end")
 
 _LABELS: dict[Variant, str] = {variant: f"rl {variant}" for variant in VARIANTS}
 """What tables call the routers that are trained with a reward."""
@@ -86,8 +83,8 @@ class CaseFigures(NamedTuple):
 
     Attributes:
         summaries: means over the episodes with their intervals.
-        gains: how much less than with the first competitor the mean latency of a request, and the
-            time until all requests were served, was, as shares of its means: the mean over
+        gains: by how much less than with the first competitor the mean latency of a request, and
+            the time until all requests were served, was, as shares of its means: the mean over
             episodes and half of its 95% interval.
         first: the requests of the first episode.
     """
@@ -105,23 +102,25 @@ def competitors(
     Raises:
         ValueError: a policy or checkpoint that does not exist, or an unknown label in ``pooled``.
     """
-    choices = config.policy_choices()
-    labels = [choice.label for choice in choices] + list(checkpoints)
-    for label in pooled:
-        if label not in labels:
-            raise ValueError(f"pooled: unknown label {label!r}; known: {', '.join(labels)}")
-    found: dict[str, list[RoutingPolicy]] = {}
-    for choice in choices:
+    found: list[tuple[str, list[RoutingPolicy]]] = []
+    for choice in config.policy_choices():
         options = {"name": choice.name} | choice.options
-        found[choice.label] = [checked(f"policies.{choice.label}", create_policy, options)]
+        found.append((choice.label, [checked(f"policies.{choice.label}", create_policy, options)]))
     for label, folders in checkpoints.items():
-        if label in found:
-            raise ValueError(f"duplicate label {label!r}; rename one of the two")
-        found[label] = [LearnedRouter(folder) for folder in folders]
-    return [Competitor(label, policies, label in pooled) for label, policies in found.items()]
+        if not folders:
+            raise ValueError(f"checkpoints.{label}: at least one folder")
+        found.append((label, [LearnedRouter(folder) for folder in folders]))
+    _refuse_unknown("pooled", pooled, [label for label, _ in found])
+    return [Competitor(label, policies, label in pooled) for label, policies in found]
 
 
-def refuse_study(
+def _refuse_unknown(key: str, labels: Iterable[str], known: Sequence[str]) -> None:
+    for label in labels:
+        if label not in known:
+            raise ValueError(f"{key}: unknown label {label!r}; known: {', '.join(known)}")
+
+
+def _refuse_study(
     learned_in: Mapping[str, SimulationConfig],
     cases: Mapping[str, SimulationConfig],
     taking_part: Sequence[Competitor],
@@ -130,41 +129,25 @@ def refuse_study(
 ) -> None:
     """Check before hours of training what would fail, or be overlooked, after them.
 
-    Args:
-        learned_in: by title, in which routers are trained; as configured without a title.
-        cases: by title, in which all are compared.
-        taking_part: all but those that are yet to be trained.
-        to_be_trained: labels of those.
-        published: by label.
-
-    Raises:
-        ValueError: a setting that training or the comparison does not support, a duplicate or
-            unknown label, or a case that a router was not trained for.
+    ``learned_in`` and ``cases`` are by title, the former as configured without one.
     """
-    labels = [each.label for each in taking_part] + list(to_be_trained)
+    labels = [*(each.label for each in taking_part), *to_be_trained]
     for label in labels:
         if labels.count(label) > 1:
             raise ValueError(f"duplicate label {label!r}; rename one of the two")
-    for label in published:
-        if label not in labels:
-            raise ValueError(f"published: unknown label {label!r}; known: {', '.join(labels)}")
-    for each in taking_part:
-        if not each.policies:
-            raise ValueError(f"checkpoints.{each.label}: at least one folder")
+    _refuse_unknown("published", published, labels)
     for title, config in learned_in.items():
         _refuse_setting(config, f"train_on.{title}: " if title else "")
     config = next(iter(learned_in.values()))
     for title, case in cases.items():
-        prefix = f"cases.{title}: "
-        _refuse_setting(case, prefix)
+        _refuse_setting(case, f"cases.{title}: ")
         instances, trained_for = case.cluster.instances, config.cluster.instances
         if to_be_trained and instances != trained_for:
-            raise ValueError(f"{prefix}routers are trained for {trained_for} instances")
+            raise ValueError(f"cases.{title}: routers are trained for {trained_for} instances")
         if case.policy_choices() != config.policy_choices():
-            raise ValueError(f"{prefix}policies are the same in all cases")
-        for each in taking_part:
-            for policy in each.policies:
-                policy.refuse_other_cluster(instances)
+            raise ValueError(f"cases.{title}: policies are the same in all cases")
+        for policy in (policy for each in taking_part for policy in each.policies):
+            policy.refuse_other_cluster(instances)
 
 
 def _refuse_setting(config: SimulationConfig, prefix: str) -> None:
@@ -183,14 +166,12 @@ def _refuse_setting(config: SimulationConfig, prefix: str) -> None:
         raise ValueError(f"{prefix}migration.planners: routers do not learn what is moved")
 
 
-def _episode_figures(result: RunResult) -> Figures:
+def _episode_figures(result: RunResult) -> dict[str, float]:
     """Return what the paper reports of an episode; times in seconds.
 
     ``end_to_end`` is the time until all requests were served (its "end-to-end latency for servicing
-    all requests"), ``latency`` the mean of a request from its arrival to its last token, ``ttft``
-    and ``tbt`` the means of time to first token and between tokens, ``tbt_p99`` the latter's 99th
-    percentile, ``router_wait`` and ``instance_wait`` the means of waiting in the router's queue and
-    in the instance's, until first started.
+    all requests"), ``tbt`` the mean time between tokens, ``router_wait`` and ``instance_wait`` the
+    means of waiting in the router's queue and in the instance's, until first started.
     """
     requests, metrics = result.requests, run_metrics(result)
     return {
@@ -218,7 +199,7 @@ def play(config: SimulationConfig, taking_part: Sequence[Competitor], title: str
         pooled: run_setup(replace(config, dispatch="pool" if pooled else "instant"))
         for pooled in {each.pooled for each in taking_part}
     }
-    figures: dict[str, list[Figures]] = {each.label: [] for each in taking_part}
+    figures: dict[str, list[dict[str, float]]] = {each.label: [] for each in taking_part}
     first: dict[str, RequestRecords] = {}
     with progress_bar() as bar:
         task = bar.add_task("", total=config.seeds * len(taking_part))
@@ -226,20 +207,17 @@ def play(config: SimulationConfig, taking_part: Sequence[Competitor], title: str
             for label, policies, pooled in taking_part:
                 bar.update(task, description=f"{title}: {label}, episode {seed + 1}")
                 results = [run(setups[pooled], policy, seed, label) for policy in policies]
-                found = [_episode_figures(result) for result in results]
-                means = {name: float(np.mean([each[name] for each in found])) for name in found[0]}
-                figures[label].append(means)
+                figures[label].append(summarise([_episode_figures(each) for each in results]).mean)
                 first.setdefault(label, results[0].requests)
                 bar.advance(task)
     base = figures[taking_part[0].label]
-    return CaseFigures(
-        {label: summarise(runs) for label, runs in figures.items()},
-        {
-            label: {name: _gain(_values(base, name), _values(runs, name)) for name in _GAINS}
-            for label, runs in figures.items()
-        },
-        first,
-    )
+    gains: dict[str, dict[str, tuple[float, float]]] = {}
+    for label, runs in figures.items():
+        for name in ("latency", "end_to_end"):
+            before, after = (np.array([each[name] for each in of]) for of in (base, runs))
+            saved = summarise([{name: share} for share in (before - after) / before.mean()])
+            gains.setdefault(label, {})[name] = saved.mean[name], saved.ci95.get(name, 0.0)
+    return CaseFigures({label: summarise(runs) for label, runs in figures.items()}, gains, first)
 
 
 def study_table(cases: Mapping[str, CaseFigures], published: Mapping[str, float]) -> list[str]:
@@ -261,16 +239,6 @@ def study_table(cases: Mapping[str, CaseFigures], published: Mapping[str, float]
             rows.append([label, *shown, *gains, paper])
         lines += [f"## {title}", "", *markdown_table(heads, rows), ""]
     return lines
-
-
-def _values(runs: Sequence[Figures], name: str) -> FloatArray:
-    return np.array([figures[name] for figures in runs])
-
-
-def _gain(base: FloatArray, own: FloatArray) -> tuple[float, float]:
-    """Return the mean of the paired differences, and half its interval, as shares of the base."""
-    saved = summarise([{"saved": value} for value in (base - own) / base.mean()])
-    return saved.mean["saved"], saved.ci95.get("saved", 0.0)
 
 
 def draw_episode(case: CaseFigures) -> Any:
@@ -363,7 +331,7 @@ def train_routers(
         checkpoints: label -> folders of routers that were trained before, one for each training;
             they are compared too.
         pooled: labels of policies and checkpoints whose requests wait at the router until there
-            is a place for them; those of the others queue at their instances.
+            is a place for them. Requests of the others queue at their instances.
         train_on: title -> key -> value, of simulations to train on, in turn; as configured when
             not given.
         cases: title -> key -> value, of simulations to compare in; as configured if not set.
@@ -388,7 +356,7 @@ def train_routers(
     taking_part = competitors(config, checkpoints, pooled)
     left_out = [_LABELS[variant] for variant in VARIANTS if variant not in variants]
     shown = {label: gain for label, gain in (published or {}).items() if label not in left_out}
-    refuse_study(learned_in, asked, taking_part, [_LABELS[one] for one in variants], shown)
+    _refuse_study(learned_in, asked, taking_part, [_LABELS[one] for one in variants], shown)
     used = [*learned_in.values(), *asked.values()]
     notes = about("papers train-router", config)
     notes |= announce_traces("papers train-router", [each.trace for each in used])
@@ -403,7 +371,6 @@ def train_routers(
     trained: dict[Variant, list[Trained]] = {}
     for job, made in zip(jobs, train_all(jobs, workers), strict=True):
         trained.setdefault(job.variant, []).append(made)
-    out.mkdir(parents=True, exist_ok=True)
     for variant, runs in trained.items():
         routers = [LearnedRouter(made.checkpoint) for made in runs]
         taking_part.append(Competitor(_LABELS[variant], routers, pooled=False))

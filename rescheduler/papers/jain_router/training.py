@@ -16,12 +16,14 @@ from torch.utils.tensorboard import SummaryWriter
 
 from data_collection.files import replace_file
 from data_collection.versions import source_commit
+from rescheduler.cluster.registry import COUNT, POSITIVE, Checked
 from rescheduler.commands.event_loop import held_interrupts
 from rescheduler.papers.jain_router.agent import AgentConfig, DoubleDQN, Episode
 from rescheduler.papers.jain_router.environment import (
     RouterConfig,
-    RouterVectorEnvironment,
+    RouterEnvironment,
     Shaping,
+    router_environments,
 )
 from rescheduler.routing.learned.rl import LearnedRouter, RouterCheckpoint, state_size
 from rescheduler.simulator.config.simulation_config import SimulationConfig
@@ -39,7 +41,16 @@ _VALIDATION_REQUESTS = 500_000
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(
+    Checked,
+    episodes=COUNT,
+    simulations=COUNT,
+    least_exploration="[0, 1]",
+    updates=COUNT,
+    guidance_decay=POSITIVE,
+    validation=COUNT,
+    seeds=COUNT,
+):
     r"""How long a router is trained, and how it explores.
 
     Attributes:
@@ -65,14 +76,8 @@ class TrainingConfig:
     validation: int = 6
     seeds: int = 3
 
-    def __post_init__(self) -> None:
-        for name in ("episodes", "simulations", "updates", "validation", "seeds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.least_exploration <= 1:
-            raise ValueError(f"training.least_exploration is a share, not {self.least_exploration}")
-        if not self.guidance_decay > 0:
-            raise ValueError(f"training.guidance_decay must be above 0, not {self.guidance_decay}")
+    def _section(self) -> str:
+        return "training."
 
     def exploration(self, episode: int) -> float:
         """Return the share of random actions in an episode, counted from 0."""
@@ -196,7 +201,7 @@ def train_all(jobs: Sequence[Job], workers: int | None = None) -> list[Trained]:
     left = [job for job in jobs if found[job.out] is None]
     if left:
         setups = [run_setup(config) for config in left[0].configs]
-        RouterVectorEnvironment(setups, left[0].router, left[0].training.simulations)  # or refuses
+        router_environments(setups, left[0].router, left[0].training.simulations)  # or refuses
     with closing(run_locally(left, workers or available_cores(), train_router)) as outcomes:
         for job, trained in outcomes:
             if isinstance(trained, str):
@@ -223,9 +228,7 @@ class Training:
         instances = job.configs[0].cluster.instances
         n_state = state_size(instances, len(job.router.edges))
         self.agent = DoubleDQN(n_state, instances + 1, job.agent, job.seed)
-        self.environment = RouterVectorEnvironment(
-            self.setups, job.router, job.training.simulations
-        )
+        self.environments = router_environments(self.setups, job.router, job.training.simulations)
         self.generator = np.random.default_rng((job.seed, _OWN_REQUESTS))
         self.episode = 0
         self.best_episode = 0
@@ -275,16 +278,17 @@ class Training:
         return Trained(checkpoint, self.best_episode, *history, self.commits, self.seconds)
 
     def _explore(self) -> float:
-        environment, agent = self.environment, self.agent
-        training, variant = self.job.training, self.job.variant
+        agent, training, variant = self.agent, self.job.training, self.job.variant
         discount = agent.config.discount
-        environment.shaping = Shaping(mixing=1.0) if variant == "aware" else Shaping()
+        shaping = Shaping(mixing=1.0) if variant == "aware" else Shaping()
         if variant == "guided":
             discount, weight = guided(discount, training.guidance_decay, self.episode + 1)
-            environment.shaping = Shaping(guidance=weight)
+            shaping = Shaping(guidance=weight)
+        for environment in self.environments:
+            environment.shaping = shaping
         exploration = training.exploration(self.episode)
         first = _OWN_REQUESTS * (1 + self.job.seed) + self.episode * training.simulations
-        episodes = _play(environment, agent, exploration, self.generator, first)
+        episodes = _play(self.environments, agent, exploration, self.generator, first)
         for episode in episodes:
             agent.remember(episode, discount)
         for _ in range(training.updates):
@@ -339,35 +343,29 @@ def _state_of(job: Job) -> dict[str, Any]:
 
 
 def _play(
-    environment: RouterVectorEnvironment,
+    environments: Sequence[RouterEnvironment],
     agent: DoubleDQN,
     exploration: float,
     generator: np.random.Generator,
     first: int,
 ) -> list[Episode]:
-    """Return an episode of each simulation; ``first`` is the seed of the first one's requests."""
-    observed, info = environment.reset(seed=first)
-    states, actions, rewards, routable = [observed], [], [], []
-    work = [info["work"]]
-    n_steps = np.zeros(environment.num_envs, dtype=np.int64)
-    ended = np.zeros(environment.num_envs, dtype=np.bool_)
-    cut = ended
-    while not (ended | cut).all():
-        n_steps += ~(ended | cut)
-        routable.append(info["routable"])
-        actions.append(agent.act(observed, exploration, generator))
-        observed, reward, ended, cut, info = environment.step(actions[-1])
-        states.append(observed)
-        rewards.append(reward)
-        work.append(info["work"])
-    return [
-        Episode(
-            np.array([state[b] for state in states[: n + 1]]),
-            np.array([action[b] for action in actions[:n]]),
-            np.array([reward[b] for reward in rewards[:n]]),
-            np.array([flag[b] for flag in routable[:n]]),
-            np.array([left[b] for left in work[: n + 1]]),
-            bool(ended[b]),
-        )
-        for b, n in enumerate(n_steps)
-    ]
+    """Return an episode of each environment; ``first`` is the seed of the first one's requests."""
+    now = [each.reset(seed=first + b) for b, each in enumerate(environments)]
+    steps: list[list[tuple[Any, ...]]] = [[] for _ in environments]
+    ended, going = [False] * len(now), list(range(len(now)))
+    while going:
+        actions = agent.act(np.array([state for state, _ in now]), exploration, generator)
+        for b in list(going):
+            state, info = now[b]
+            following, reward, ended[b], cut, following_info = environments[b].step(actions[b])
+            steps[b].append((state, actions[b], reward, info["routable"], info["work"]))
+            now[b] = following, following_info
+            if ended[b] or cut:
+                going.remove(b)
+    episodes = []
+    for (state, info), taken, end in zip(now, steps, ended, strict=True):
+        before, chosen, gained, could, left = zip(*taken, strict=True)
+        columns = (*before, state), chosen, gained, could, (*left, info["work"])
+        states, actions, rewards, routable, work = map(np.array, columns)
+        episodes.append(Episode(states, actions, rewards, routable, work, end))
+    return episodes

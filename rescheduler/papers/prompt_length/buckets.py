@@ -232,55 +232,37 @@ class BucketCurve:
 _ROWS_AT_ONCE = 256
 
 
-@dataclass(frozen=True)
-class LengthScores:
-    """Measures of one method on the test requests, before their first token.
-
-    Attributes:
-        accuracy: share of requests whose most probable bucket is the true one.
-        by_task: the same for each task.
-        macro_f1: mean over the buckets that occur of the F1 score, which, unlike the accuracy,
-            does not forgive never predicting a rare bucket.
-        log_loss: mean of −log P(true bucket), nats.
-        mae: of the curve's median, tokens.
-        crps: see `crps`, tokens.
-
-    The others are those of `SurvivalScores`.
-    """
-
-    accuracy: float
-    by_task: dict[str, float]
-    macro_f1: float
-    log_loss: float
-    mae: float
-    crps: float
-    ibs: float
-    concordance: float | None
-    auc_within: dict[str, float | None]
-    coverage: dict[str, float] | None
+Scores = dict[str, Any]
+"""Measures of one method, by name, see `length_scores`."""
 
 
 def length_scores(
     buckets: LengthBuckets, probabilities: FloatArray, forecast: Forecast, test: AnsweredPrompts
-) -> LengthScores:
-    """Return every measure of a method by its [n, n_buckets] probabilities and capped forecast."""
+) -> Scores:
+    """Return every measure of a method by its [n, n_buckets] probabilities and capped forecast.
+
+    ``accuracy`` is the share of requests whose most probable bucket is the true one, ``by_task``
+    the same for each task; ``macro_f1`` the mean over the buckets that occur of the F1 score,
+    which, unlike the accuracy, does not forgive never predicting a rare bucket; ``log_loss`` the
+    mean of −log P(true bucket), nats; ``mae`` the error of the curve's median, tokens; ``crps`` see
+    `crps`. The others are those of `SurvivalScores`.
+    """
     truth, predicted = buckets.of(test.total_tokens), probabilities.argmax(axis=1)
     survival = survival_scores(forecast, test.outcomes)
     true_share = probabilities[np.arange(len(truth)), truth]
-    return LengthScores(
-        accuracy=float((predicted == truth).mean()),
-        by_task=accuracy_by_task(predicted == truth, test),
-        macro_f1=float(
-            f1_score(truth, predicted, labels=np.unique(truth), average="macro", zero_division=0)
-        ),
-        log_loss=float(-np.log(np.maximum(true_share, 1e-6)).mean()),
-        mae=float(np.abs(forecast.median() - test.total_tokens).mean()),
-        crps=crps(forecast, test.outcomes),
-        ibs=survival.ibs,
-        concordance=survival.concordance,
-        auc_within=survival.auc_within,
-        coverage=survival.coverage,
-    )
+    f1 = f1_score(truth, predicted, labels=np.unique(truth), average="macro", zero_division=0)
+    return {
+        "accuracy": float((predicted == truth).mean()),
+        "by_task": accuracy_by_task(predicted == truth, test),
+        "macro_f1": float(f1),
+        "log_loss": float(-np.log(np.maximum(true_share, 1e-6)).mean()),
+        "mae": float(np.abs(forecast.median() - test.total_tokens).mean()),
+        "crps": crps(forecast, test.outcomes),
+        "ibs": survival.ibs,
+        "concordance": survival.concordance,
+        "auc_within": survival.auc_within,
+        "coverage": survival.coverage,
+    }
 
 
 def accuracy_by_task(right: npt.NDArray[np.bool_], test: AnsweredPrompts) -> dict[str, float]:

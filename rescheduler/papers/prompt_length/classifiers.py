@@ -13,19 +13,19 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from data_collection.models import resolve_model
+from rescheduler.cluster.registry import COUNT, POSITIVE, Checked
 from rescheduler.papers.fine_tuning import (
-    FineTunedModule,
     LabelledTexts,
     Precision,
-    TextBatch,
+    TextNetwork,
     fine_tune,
-    mean_state,
-    minilm_folder,
-    text_batches,
+    load_pretrained,
     train_last_layers,
 )
 from rescheduler.papers.prompt_length.prompt_table import Prompts
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 _BATCH = 32
 _VALIDATION_BATCH = 64
@@ -33,7 +33,7 @@ _HEAD_RATE = 10.0
 """How much faster the new linear layer learns than the encoder."""
 
 
-class EncoderClassifier(nn.Module):
+class EncoderClassifier(TextNetwork):
     r"""An encoder f, the mean of its states over the text, dropout, and a linear layer.
 
     .. math:: p = \operatorname{softmax}\Big(W \cdot \frac{1}{T} \sum_{t \le T} f(x)_t + b\Big)
@@ -65,45 +65,16 @@ class EncoderClassifier(nn.Module):
         max_tokens: int = 128,
         dropout: float = 0.1,
     ) -> None:
-        super().__init__()
         positions = getattr(backbone.config, "max_position_embeddings", max_tokens)
         if not 32 <= max_tokens <= positions:
             raise ValueError(f"the encoder reads 32 to {positions} tokens, not {max_tokens}")
         if len(labels) < 2:
             raise ValueError(f"nothing to classify: the only label is {', '.join(labels)!r}")
-        self.backbone, self.tokenizer = backbone, tokenizer
-        self.labels, self.tasks = tuple(labels), tuple(tasks)
-        self.hinted, self.max_tokens = hinted, max_tokens
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(backbone.config.hidden_size, len(labels))
-
-    @classmethod
-    def pretrained(cls, encoder: str, *settings: Any) -> "EncoderClassifier":
-        """Return an untrained classifier on a pre-trained encoder.
-
-        Args:
-            encoder: ``minilm``, a Hugging Face id, or a folder.
-            settings: labels, tasks, hinted, max_tokens, dropout, as the class has them.
-
-        Raises:
-            ValueError: the encoder cannot be found or loaded.
-        """
-        from transformers import AutoModel, AutoTokenizer
-
-        folder = str(minilm_folder()) if encoder == "minilm" else resolve_model(encoder)
-        try:
-            backbone = AutoModel.from_pretrained(folder)
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        except OSError as error:  # neither cached nor within reach
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"encoder {encoder!r} cannot be loaded: {reason}") from error
-        return cls(backbone, tokenizer, *settings)
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return logits, [n, n_labels], for padded tokens [n, length]."""
-        mean = mean_state(self.backbone, input_ids, attention_mask)
-        logits: torch.Tensor = self.head(self.dropout(mean))
-        return logits
+        super().__init__(backbone, tokenizer, len(labels), dropout)
+        self.labels = tuple(labels)
+        self.tasks = tuple(tasks)
+        self.hinted = hinted
+        self.max_tokens = max_tokens
 
     def token_ids(self, prompts: Prompts) -> list[list[int]]:
         """Return the encoder's tokens of each prompt, and of its hint if it has one.
@@ -114,31 +85,21 @@ class EncoderClassifier(nn.Module):
         cut: dict[str, Any] = {"truncation": True, "max_length": self.max_tokens}
         texts = [list(prompts.text)]
         if self.hinted:
-            for task in prompts.task:
-                if task not in self.tasks:
-                    raise ValueError(
-                        f"no request of the task {task!r} was trained on; known: "
-                        f"{', '.join(self.tasks)}. Predict the task, or leave the hint out"
-                    )
+            refuse_unknown(
+                prompts.task, self.tasks, "task", ". Predict the task, or leave the hint out"
+            )
             texts.append([f"This is a {task} task" for task in prompts.task])
             cut["truncation"] = "only_first"
         return [list(ids) for ids in self.tokenizer(*texts, **cut)["input_ids"]]
 
-    @torch.inference_mode()
-    def probabilities(self, prompts: Prompts) -> npt.NDArray[np.float64]:
+    def probabilities(self, prompts: Prompts) -> FloatArray:
         """Return P(label) of each prompt, [n, n_labels].
 
         Raises:
             ValueError: as `token_ids` does.
         """
-        self.eval()
-        ids = self.token_ids(prompts)
-        found = np.empty((len(ids), len(self.labels)))
-        device = self.head.weight.device
-        texts = LabelledTexts(ids, np.arange(len(ids)))  # each batch records whose rows it has
-        for batch in text_batches(texts, _BATCH, self.tokenizer.pad_token_id):
-            logits = self(batch.input_ids.to(device), batch.attention_mask.to(device))
-            found[batch.labels.numpy()] = logits.double().softmax(dim=1).cpu().numpy()
+        logits = torch.from_numpy(self.outputs(self.token_ids(prompts), _BATCH, "prompts"))
+        found: FloatArray = logits.double().softmax(dim=1).numpy()
         return found
 
     def predicted(self, prompts: Prompts) -> list[str]:
@@ -146,8 +107,24 @@ class EncoderClassifier(nn.Module):
         return [self.labels[i] for i in self.probabilities(prompts).argmax(axis=1)]
 
 
+def refuse_unknown(tasks: Sequence[str], known: Sequence[str], what: str, advice: str = "") -> None:
+    """Refuse a task that was not trained on.
+
+    Raises:
+        ValueError: names it.
+    """
+    for task in tasks:
+        if task not in known:
+            raise ValueError(
+                f"no request of the {what} {task!r} was trained on; known: "
+                f"{', '.join(known)}{advice}"
+            )
+
+
 @dataclass(frozen=True)
-class EncoderOptions:
+class EncoderOptions(
+    Checked, epochs=COUNT, patience=COUNT, learning_rate=POSITIVE, batch_size=COUNT
+):
     """An encoder and how it is fine-tuned.
 
     Attributes:
@@ -176,44 +153,18 @@ class EncoderOptions:
     batch_size: int = 16
     precision: Precision = "32-true"
 
-    def __post_init__(self) -> None:
-        if min(self.epochs, self.batch_size, self.patience) < 1 or self.learning_rate <= 0:
-            raise ValueError("epochs, patience, batch_size and learning_rate must be positive")
+    def classifier(
+        self, labels: Sequence[str], tasks: Sequence[str], hinted: bool
+    ) -> EncoderClassifier:
+        """Return an untrained classifier on the pre-trained encoder.
 
-
-class _EncoderTraining(FineTunedModule):
-    r"""Minimise the cross-entropy of the labels, :math:`-\frac{1}{N} \sum_i \log p_{i, y_i}`."""
-
-    monitor = "val_loss"
-
-    def __init__(self, classifier: EncoderClassifier, options: EncoderOptions) -> None:
-        super().__init__()
-        self.classifier, self.options = classifier, options
-        if options.train_layers is not None:
-            train_last_layers(classifier.backbone, options.train_layers)
-
-    def configure_optimizers(self) -> Any:
-        """Return AdamW, its rates falling linearly to 0 over the planned steps."""
-        rate = self.options.learning_rate
-        learning = [w for w in self.classifier.backbone.parameters() if w.requires_grad]
-        head = {"params": self.classifier.head.parameters(), "lr": _HEAD_RATE * rate}
-        optimizer = torch.optim.AdamW([{"params": learning, "lr": rate}, head])
-        steps = max(1, int(self.trainer.estimated_stepping_batches))
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def training_step(self, batch: TextBatch, batch_index: int) -> torch.Tensor:
-        loss = self._loss(batch)
-        n = len(batch.labels)
-        self.log("train_loss", loss, prog_bar=True, on_step=False, on_epoch=True, batch_size=n)
-        return loss
-
-    def validation_step(self, batch: TextBatch, batch_index: int) -> None:
-        self.log(self.monitor, self._loss(batch), prog_bar=True, batch_size=len(batch.labels))
-
-    def _loss(self, batch: TextBatch) -> torch.Tensor:
-        logits = self.classifier(batch.input_ids, batch.attention_mask)
-        return nn.functional.cross_entropy(logits, batch.labels)
+        Raises:
+            ValueError: the encoder cannot be found or loaded, or as `EncoderClassifier`.
+        """
+        backbone, tokenizer = load_pretrained(self.model)
+        return EncoderClassifier(
+            backbone, tokenizer, labels, tasks, hinted, self.max_tokens, self.dropout
+        )
 
 
 def train_classifier(
@@ -224,36 +175,44 @@ def train_classifier(
     folder: Path,
     seed: int,
 ) -> dict[str, Any]:
-    """Train a classifier and leave it with the weights of the best pass by ``validation``.
+    r"""Minimise the cross-entropy of the labels, :math:`-\frac{1}{N} \sum_i \log p_{i, y_i}`.
 
-    Logs go to ``folder``; ``seed`` is of the dropout and the order of batches.
+    The classifier is left with the weights of the best pass by ``validation``. Logs go to
+    ``folder``; ``seed`` is of the dropout and the order of batches.
 
     Returns:
         What the checkpoint's card reports: passes, seconds, validation loss.
     """
     started = time.monotonic()
     L.seed_everything(seed, verbose=False)
-    training = _EncoderTraining(classifier, options)
-    padding = classifier.tokenizer.pad_token_id
-    loss = fine_tune(
-        training,
-        text_batches(train, options.batch_size, padding, seed),
-        text_batches(validation, _VALIDATION_BATCH, padding),
+    if options.train_layers is not None:
+        train_last_layers(classifier.backbone, options.train_layers)
+    learning = [weight for weight in classifier.backbone.parameters() if weight.requires_grad]
+    head = {"params": classifier.head.parameters(), "lr": _HEAD_RATE * options.learning_rate}
+    optimizer = torch.optim.AdamW([{"params": learning, "lr": options.learning_rate}, head])
+    batches = classifier.batches(train, options.batch_size, np.random.default_rng(seed))
+
+    def losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = nn.functional.cross_entropy(logits, labels)
+        return loss, loss.detach()
+
+    _, validated = fine_tune(
+        classifier,
+        batches,
+        classifier.batches(validation, _VALIDATION_BATCH),
+        losses,
+        optimizer,
+        scheduler=torch.optim.lr_scheduler.LinearLR(
+            optimizer, 1.0, 0.0, total_iters=options.epochs * len(batches)
+        ),
         max_epochs=options.epochs,
         patience=options.patience,
         precision=options.precision,
         logger=CSVLogger(folder / "logs", name="csv"),
     )
     classifier.requires_grad_(True)
-    return {
-        "epochs": len(training.history[training.monitor]),
-        "training_seconds": round(time.monotonic() - started, 1),
-        training.monitor: loss,
-    }
-
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+    seconds = round(time.monotonic() - started, 1)
+    return {"epochs": len(validated), "training_seconds": seconds, "val_loss": min(validated)}
 
 
 class BucketFrequencies:
@@ -263,34 +222,25 @@ class BucketFrequencies:
     the hint is what lifts their encoder from 5.5% to 79%.
 
     Args:
-        prompts: of the training requests.
+        tasks: of the training requests; one alone to overlook them.
         found: [n] index of each one's bucket.
-        labels: the buckets, in order.
-        by_task: whether each task has shares of its own; a task that was not trained on has
-            those of all.
+        n_labels: buckets.
     """
 
-    def __init__(
-        self, prompts: Prompts, found: IntArray, labels: Sequence[str], by_task: bool
-    ) -> None:
-        self._n_labels = len(labels)
-        self._overall = self._shares(found)
-        task = np.array(prompts.task)
-        names = sorted(set(prompts.task)) if by_task else []
-        self._of_task = {name: self._shares(found[task == name]) for name in names}
+    def __init__(self, tasks: Sequence[str], found: IntArray, n_labels: int) -> None:
+        task = np.array(tasks)
+        of_task = {name: found[task == name] for name in set(tasks)} | {None: found}
+        self._shares = {
+            name: np.bincount(own, minlength=n_labels) / len(own) for name, own in of_task.items()
+        }
 
     def probabilities(self, prompts: Prompts) -> FloatArray:
-        """Return the shares for each prompt, [n, n_labels]."""
-        return np.stack([self._of_task.get(task, self._overall) for task in prompts.task])
-
-    def _shares(self, found: IntArray) -> FloatArray:
-        counts = np.bincount(found, minlength=self._n_labels)
-        shares: FloatArray = counts / counts.sum()
-        return shares
+        """Return the shares for each prompt, [n, n_labels]; an unknown task has those of all."""
+        return np.stack([self._shares.get(task, self._shares[None]) for task in prompts.task])
 
 
 @dataclass(frozen=True)
-class ForestOptions:
+class ForestOptions(Checked, trees=COUNT, min_leaf=COUNT):
     """How a forest is grown.
 
     Attributes:
@@ -300,10 +250,6 @@ class ForestOptions:
 
     trees: int = 200
     min_leaf: int = 10
-
-    def __post_init__(self) -> None:
-        if min(self.trees, self.min_leaf) < 1:
-            raise ValueError("a forest has trees, and training requests in every leaf")
 
 
 class LengthForest:
@@ -389,12 +335,8 @@ class LengthForest:
 
 def _features(prompts: Prompts, tasks: Sequence[str]) -> npt.NDArray[np.float32]:
     """Return prompt tokens and one column a task, [n, 1 + n_tasks]."""
+    refuse_unknown(prompts.task, tasks, "application")
     place = {task: i for i, task in enumerate(tasks)}
-    for task in prompts.task:
-        if task not in place:
-            raise ValueError(
-                f"no request of the application {task!r} was trained on; known: {', '.join(tasks)}"
-            )
     features = np.zeros((len(prompts), 1 + len(tasks)), dtype=np.float32)
     features[:, 0] = prompts.prompt_tokens
     features[np.arange(len(prompts)), [1 + place[task] for task in prompts.task]] = 1

@@ -89,25 +89,6 @@ class LengthPredictor:
         return self.curve.forecast(self.probabilities(prompts), prompts.max_tokens)
 
 
-def save_length_predictor(predictor: LengthPredictor, folder: Path) -> None:
-    """Write a length predictor; ``config.json`` comes last, so a whole checkpoint has it."""
-    curve = predictor.curve
-    described = {
-        "kind": _LENGTH,
-        "serving_model": predictor.serving_model,
-        "curve": {**asdict(curve), "buckets": list(curve.buckets.edges)},
-    }
-    _save(predictor.classifier, described, predictor.provenance, folder)
-
-
-def save_task_classifier(
-    classifier: EncoderClassifier, serving_model: str, provenance: Mapping[str, Any], folder: Path
-) -> None:
-    """Write a classifier of tasks likewise."""
-    described = {"kind": _TASK, "serving_model": serving_model, "curve": None}
-    _save(classifier, described, provenance, folder)
-
-
 def load_length_predictor(folder: Path) -> LengthPredictor:
     """Load a length predictor, ready to forecast.
 
@@ -136,21 +117,32 @@ def load_task_classifier(folder: Path) -> EncoderClassifier:
         CheckpointError: the folder is no checkpoint, or one of something else, or damaged.
     """
     classifier = _load(folder, read_config(folder), _TASK)
-    assert isinstance(classifier, EncoderClassifier)  # as all that `save_task_classifier` takes
+    assert isinstance(classifier, EncoderClassifier)  # forests classify no tasks
     return classifier
 
 
-def _save(
+def save_classifier(
     classifier: LengthClassifier,
-    described: dict[str, Any],
+    curve: BucketCurve | None,
+    serving_model: str,
     provenance: Mapping[str, Any],
     folder: Path,
 ) -> None:
+    """Write a classifier of the curve's buckets, or without a curve of tasks.
+
+    ``config.json`` comes last, so that only a whole checkpoint has one.
+    """
     from safetensors.torch import save as torch_bytes
 
-    config = {**described, "labels": classifier.labels, "tasks": classifier.tasks}
+    config: dict[str, Any] = {
+        "kind": _TASK if curve is None else _LENGTH,
+        "serving_model": serving_model,
+        "curve": curve and {**asdict(curve), "buckets": list(curve.buckets.edges)},
+        "labels": classifier.labels,
+        "tasks": classifier.tasks,
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").unlink(missing_ok=True)  # only a whole checkpoint has one
+    (folder / "config.json").unlink(missing_ok=True)
     if isinstance(classifier, LengthForest):
         config["classifier"] = "forest"
         weights = numpy_bytes(classifier.nodes)
@@ -175,27 +167,30 @@ def _save(
 
 
 def _card(config: dict[str, Any]) -> str:
-    what = "its task"
+    title, load, what = "Task classifier", "load_task_classifier", "its task"
     if config["curve"]:
+        title, load = "Prompt-time length predictor", "load_length_predictor"
         what = (
             f"which of the buckets {', '.join(config['labels'])} tokens its answer will be in, "
             "and the survival curve that the probabilities stand for"
         )
-    hinted = config.get("hinted", False)
     return _CARD.format(
         front_matter=front_matter("length-prediction", "llm-serving"),
-        title="Prompt-time length predictor" if config["curve"] else "Task classifier",
-        load="load_length_predictor" if config["curve"] else "load_task_classifier",
+        title=title,
+        load=load,
         classifier=config["classifier"],
         serving_model=config["serving_model"],
         what=what,
         tasks=", ".join(config["tasks"]),
-        hint=" The task is appended to the prompt as a hint." if hinted else "",
+        hint=" The task is appended to the prompt as a hint." if config.get("hinted") else "",
         provenance=provenance_rows(config["provenance"]),
     )
 
 
 def _load(folder: Path, config: dict[str, Any], kind: str) -> LengthClassifier:
+    from safetensors.torch import load_model
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
     if config.get("kind") != kind:
         raise CheckpointError(
             f"{folder}: config.json says kind {config.get('kind')!r}, wanted {kind!r}"
@@ -203,21 +198,13 @@ def _load(folder: Path, config: dict[str, Any], kind: str) -> LengthClassifier:
     try:
         if config["classifier"] == "forest":
             return LengthForest(config["labels"], config["tasks"], load_file(folder / WEIGHTS))
-        return _load_encoder(folder, config)
+        auto: Any = AutoModel
+        classifier = EncoderClassifier(
+            auto.from_config(AutoConfig.from_pretrained(folder / "encoder")),
+            AutoTokenizer.from_pretrained(folder / "encoder"),
+            *(config[key] for key in ("labels", "tasks", "hinted", "max_tokens", "dropout")),
+        )
+        load_model(classifier, str(folder / WEIGHTS), strict=True)
+        return classifier.eval()
     except Exception as error:  # safetensors, torch and transformers each raise their own
         raise CheckpointError(f"{folder}: cannot be loaded: {error!r}") from error
-
-
-def _load_encoder(folder: Path, config: dict[str, Any]) -> EncoderClassifier:
-    from safetensors.torch import load_model
-    from transformers import AutoConfig, AutoModel, AutoTokenizer
-
-    encoder = folder / "encoder"
-    auto: Any = AutoModel
-    classifier = EncoderClassifier(
-        auto.from_config(AutoConfig.from_pretrained(encoder)),
-        AutoTokenizer.from_pretrained(encoder),
-        *(config[key] for key in ("labels", "tasks", "hinted", "max_tokens", "dropout")),
-    )
-    load_model(classifier, str(folder / WEIGHTS), strict=True)
-    return classifier.eval()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from data_collection.versions import machine, source_commit, versions
@@ -21,14 +20,13 @@ from rescheduler.papers.prompt_length.buckets import (
     BucketCurve,
     BucketOptions,
     LengthBuckets,
-    LengthScores,
+    Scores,
     Shape,
     accuracy_by_task,
     length_scores,
 )
 from rescheduler.papers.prompt_length.classifiers import (
     BucketFrequencies,
-    EncoderClassifier,
     EncoderOptions,
     ForestOptions,
     LengthForest,
@@ -36,11 +34,9 @@ from rescheduler.papers.prompt_length.classifiers import (
 )
 from rescheduler.papers.prompt_length.length_predictor import (
     LengthClassifier,
-    LengthPredictor,
     load_length_predictor,
     load_task_classifier,
-    save_length_predictor,
-    save_task_classifier,
+    save_classifier,
 )
 from rescheduler.papers.prompt_length.prompt_table import (
     AnsweredPrompts,
@@ -71,22 +67,7 @@ METHODS = {
 }
 """What is measured, and what tables call it."""
 
-Labels = Callable[[AnsweredPrompts], npt.NDArray[np.int64]]
-
-
-@dataclass(frozen=True)
-class TaskScores:
-    """How well the task can be classified from the prompt (Jain et al. 2025, C.8).
-
-    Attributes:
-        accuracy: share of the test prompts whose task was classified correctly.
-        majority: that of the most frequent training task.
-        by_task: accuracy on each.
-    """
-
-    accuracy: float
-    majority: float
-    by_task: dict[str, float]
+Provenance = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -139,22 +120,26 @@ class LengthStudy:
     def _model(self) -> str:
         return self._train.rows.session.model
 
-    def tasks(self) -> tuple[TaskScores, Prompts] | None:
+    def tasks(self) -> tuple[dict[str, Any], Prompts] | None:
         """Return how well tasks are classified, and the test prompts with the predicted tasks.
 
-        None where all requests are of one task: there is nothing to classify, and no hint to give.
+        The scores are ``accuracy``, the share of the test prompts whose task was classified
+        correctly (Jain et al. 2025, C.8), ``by_task``, and ``majority``, the share of the most
+        frequent training task. None where all requests are of one task: there is nothing to
+        classify, and no hint to give.
         """
         if len(self.split.tasks) < 2:
             return None
         test = self._test.prompts
-        predicted = self._task_classifier().predicted(test)
+        classifier = self._encoder("task", None, hinted=False)
+        predicted = [self.split.tasks[i] for i in classifier.probabilities(test).argmax(axis=1)]
         right = np.array(predicted) == np.array(test.task)
         names, counts = np.unique(self._train.prompts.task, return_counts=True)
-        scores = TaskScores(
-            accuracy=float(right.mean()),
-            majority=float((np.array(test.task) == names[counts.argmax()]).mean()),
-            by_task=accuracy_by_task(right, self._test),
-        )
+        scores = {
+            "accuracy": float(right.mean()),
+            "majority": float((np.array(test.task) == names[counts.argmax()]).mean()),
+            "by_task": accuracy_by_task(right, self._test),
+        }
         return scores, test.with_tasks(predicted)
 
     def lengths(
@@ -162,7 +147,7 @@ class LengthStudy:
         scheme: str,
         predicted_tasks: Prompts | None,
         hidden_state: HiddenStateMLP | None,
-    ) -> dict[str, LengthScores]:
+    ) -> dict[str, Scores]:
         """Return the scores of every method for one choice of buckets, by `METHODS`.
 
         Args:
@@ -174,8 +159,8 @@ class LengthStudy:
         curve = BucketCurve.fit(buckets, train.total_tokens, train.cut, self.limit, self.shape)
         found = buckets.of(train.total_tokens)
         methods: dict[str, tuple[BucketFrequencies | LengthClassifier, Prompts]] = {
-            "majority": (BucketFrequencies(train.prompts, found, buckets.names, False), test),
-            "task_majority": (BucketFrequencies(train.prompts, found, buckets.names, True), test),
+            "majority": (BucketFrequencies((), found, len(buckets)), test),
+            "task_majority": (BucketFrequencies(train.prompts.task, found, len(buckets)), test),
             "forest": (self._forest(f"{scheme}-forest", curve), test),
             "encoder": (self._encoder(scheme, curve, False), test),
         }
@@ -188,148 +173,114 @@ class LengthStudy:
             probabilities = classifier.probabilities(prompts)
             forecast = curve.forecast(probabilities, prompts.max_tokens)
             scores[name] = length_scores(buckets, probabilities, forecast, self._test)
-        for name, curves in self._unbucketed(hidden_state).items():
+        kaplan_meier = KaplanMeier()
+        kaplan_meier.fit(train.rows, train.rows)
+        unbucketed: dict[str, Forecast] = {"kaplan_meier": kaplan_meier.forecast(self._test.rows)}
+        if hidden_state is not None:
+            unbucketed["hidden_state"] = hidden_state.forecast(request_rows(self._test.rows))
+        for name, curves in unbucketed.items():
             scores[name] = length_scores(buckets, buckets.masses(curves), curves, self._test)
         return scores
 
-    def _unbucketed(self, hidden_state: HiddenStateMLP | None) -> dict[str, Forecast]:
-        """Forecasts of the test requests by methods that know no buckets."""
-        kaplan_meier = KaplanMeier()
-        kaplan_meier.fit(self._train.rows, self._train.rows)
-        curves: dict[str, Forecast] = {"kaplan_meier": kaplan_meier.forecast(self._test.rows)}
-        if hidden_state is not None:
-            curves["hidden_state"] = hidden_state.forecast(request_rows(self._test.rows))
-        return curves
-
-    def _task_classifier(self) -> EncoderClassifier:
-        """Return a classifier of the task (C.8)."""
-        folder, settings = self.out / "task", self._settings(asdict(self.encoder))
-        if self._is_there(folder, settings):
-            return load_task_classifier(folder)
+    def _encoder(self, name: str, curve: BucketCurve | None, hinted: bool) -> LengthClassifier:
+        """Return an encoder of the curve's buckets (§4.1), or without a curve of tasks (C.8)."""
         tasks = self.split.tasks
-        place = {task: i for i, task in enumerate(tasks)}
-        classifier, trained = self._fine_tuned(
-            folder, tasks, False, lambda part: np.array([place[task] for task in part.prompts.task])
-        )
-        save_task_classifier(classifier, self._model, _provenance(settings, trained), folder)
-        return classifier
 
-    def _encoder(self, name: str, curve: BucketCurve, hinted: bool) -> LengthClassifier:
-        """Return an encoder that predicts the curve's buckets (§4.1), with the hint or without."""
-        buckets = curve.buckets
-        return self._length_classifier(
-            name,
-            curve,
-            {"hinted": hinted, **asdict(self.encoder)},
-            lambda folder: self._fine_tuned(
-                folder, buckets.names, hinted, lambda part: buckets.of(part.total_tokens)
-            ),
-        )
+        def trained() -> tuple[LengthClassifier, Provenance]:
+            labels = tasks if curve is None else curve.buckets.names
+            classifier = self.encoder.classifier(labels, tasks, hinted)
+            print(f"{name}: fine-tuning on {len(self._train)} prompts", flush=True)
+            train, validation = (
+                LabelledTexts(
+                    classifier.token_ids(part.prompts),
+                    np.searchsorted(tasks, part.prompts.task)
+                    if curve is None
+                    else curve.buckets.of(part.total_tokens),
+                )
+                for part in (self._train, self.split.parts["validation"])
+            )
+            folder = self.out / name
+            return classifier, train_classifier(
+                classifier, train, validation, self.encoder, folder, self.seed
+            )
+
+        own = {} if curve is None else {"hinted": hinted}
+        return self._kept(name, curve, own | asdict(self.encoder), trained)
 
     def _forest(self, name: str, curve: BucketCurve) -> LengthClassifier:
         """Return a forest on prompt length and application (C.12)."""
-        train, buckets = self._train, curve.buckets
-        found = buckets.of(train.total_tokens)
+        train, tasks = self._train, self.split.tasks
+        found, names = curve.buckets.of(train.total_tokens), curve.buckets.names
 
-        def grown(folder: Path) -> tuple[LengthClassifier, dict[str, Any]]:
-            tasks = self.split.tasks
-            return LengthForest.grow(
-                train.prompts, found, buckets.names, tasks, self.forest, self.seed
-            ), {}
+        def grown() -> tuple[LengthClassifier, Provenance]:
+            return LengthForest.grow(train.prompts, found, names, tasks, self.forest, self.seed), {}
 
-        return self._length_classifier(name, curve, asdict(self.forest), grown)
+        return self._kept(name, curve, asdict(self.forest), grown)
 
-    def _length_classifier(
+    def _kept(
         self,
         name: str,
-        curve: BucketCurve,
+        curve: BucketCurve | None,
         own: dict[str, Any],
-        train: Callable[[Path], tuple[LengthClassifier, dict[str, Any]]],
+        train: Callable[[], tuple[LengthClassifier, Provenance]],
     ) -> LengthClassifier:
-        folder, settings = self.out / name, self._settings({"curve": asdict(curve), **own})
-        if self._is_there(folder, settings):
+        """Return a variant, which is trained and saved unless an earlier run has done so.
+
+        ``own`` are its settings; with the curve and the study's they are all that it depends on.
+        """
+        folder = self.out / name
+        described = {} if curve is None else {"curve": asdict(curve)}
+        everything = {**self.described, "seed": self.seed, **described, **own}
+        settings = json.loads(json.dumps(everything))
+        if (folder / "config.json").is_file():
+            if read_config(folder).get("provenance", {}).get("settings") != settings:
+                raise ValueError(
+                    f"{folder} was trained with other settings: give another --out, or move it away"
+                )
+            print(f"{name}: trained already", flush=True)
+            if curve is None:
+                return load_task_classifier(folder)
             return load_length_predictor(folder).classifier
-        classifier, trained = train(folder)
-        provenance = _provenance(settings, trained)
-        save_length_predictor(LengthPredictor(classifier, curve, self._model, provenance), folder)
+        classifier, trained = train()
+        provenance = {"settings": settings, **trained, **_made()}
+        save_classifier(classifier, curve, self._model, provenance, folder)
         return classifier
 
-    def _fine_tuned(
-        self, folder: Path, labels: tuple[str, ...], hinted: bool, labelled: Labels
-    ) -> tuple[EncoderClassifier, dict[str, Any]]:
-        options = self.encoder
-        classifier = EncoderClassifier.pretrained(
-            options.model, labels, self.split.tasks, hinted, options.max_tokens, options.dropout
-        )
-        print(f"{folder.name}: fine-tuning on {len(self._train)} prompts", flush=True)
-        train, validation = (
-            LabelledTexts(classifier.token_ids(part.prompts), labelled(part))
-            for part in (self._train, self.split.parts["validation"])
-        )
-        return classifier, train_classifier(
-            classifier, train, validation, options, folder, self.seed
-        )
 
-    def _settings(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Everything that a variant is a consequence of, as JSON gives it back."""
-        settings = {**self.described, "seed": self.seed, **own}
-        known: dict[str, Any] = json.loads(json.dumps(settings))
-        return known
-
-    def _is_there(self, folder: Path, settings: dict[str, Any]) -> bool:
-        if not (folder / "config.json").is_file():
-            return False
-        if read_config(folder).get("provenance", {}).get("settings") != settings:
-            raise ValueError(
-                f"{folder} was trained with other settings: give another --out, or move it away"
-            )
-        print(f"{folder.name}: trained already", flush=True)
-        return True
-
-
-def _provenance(settings: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "settings": settings,
-        **trained,
-        "commit": source_commit(),
-        "versions": versions(),
-        "machine": machine(),
-    }
+def _made() -> Provenance:
+    return {"commit": source_commit(), "versions": versions(), "machine": machine()}
 
 
 _FEW = 10
 """Test requests below which a task has no row of its own: its accuracies would say nothing."""
 
 
-@dataclass(frozen=True)
-class LengthResults:
-    """Everything that was measured: scores by the choice of buckets, then by method."""
+def write_results(
+    test: AnsweredPrompts,
+    buckets: Mapping[str, LengthBuckets],
+    scores: Mapping[str, Mapping[str, Scores]],
+    tasks: dict[str, Any] | None,
+    notes: list[str],
+    provenance: Provenance,
+    out: Path,
+) -> None:
+    """Write ``results.json``, ``report.md`` and ``results.png``, and print the report.
 
-    test: AnsweredPrompts
-    buckets: dict[str, LengthBuckets]
-    scores: dict[str, dict[str, LengthScores]]
-    tasks: TaskScores | None
-    notes: list[str]
-    provenance: dict[str, Any]
-
-
-def write_results(results: LengthResults, out: Path) -> None:
-    """Write ``results.json``, ``report.md`` and ``results.png``, and print the report."""
+    ``scores`` are by the choice of buckets, then by method.
+    """
     document = {
-        "buckets": {name: list(buckets.edges) for name, buckets in results.buckets.items()},
-        "scores": {
-            scheme: {name: asdict(scores) for name, scores in methods.items()}
-            for scheme, methods in results.scores.items()
-        },
-        "tasks": asdict(results.tasks) if results.tasks else None,
-        "test": _task_rows(results.test),
-        "notes": results.notes,
-        "provenance": results.provenance,
+        "buckets": {name: list(ranges.edges) for name, ranges in buckets.items()},
+        "scores": scores,
+        "tasks": tasks,
+        "test": _task_rows(test),
+        "notes": notes,
+        "provenance": provenance,
     }
-    texts = {"results.json": json.dumps(document, indent=1) + "\n", "report.md": _report(results)}
-    figures = {"results.png": _figure(results)}
+    report = _report(test, buckets, scores, tasks, notes, provenance["model"])
+    texts = {"results.json": json.dumps(document, indent=1) + "\n", "report.md": report}
+    figures = {"results.png": _figure(scores)}
     write_report(out, texts, figures)
-    print(texts["report.md"])
+    print(report)
     for name in (*texts, *figures):
         print(out / name)
 
@@ -350,10 +301,16 @@ def _task_rows(test: AnsweredPrompts) -> list[dict[str, Any]]:
     ]
 
 
-def _report(results: LengthResults) -> str:
-    test, tasks = results.test, results.tasks
+def _report(
+    test: AnsweredPrompts,
+    choices: Mapping[str, LengthBuckets],
+    scores: Mapping[str, Mapping[str, Scores]],
+    tasks: dict[str, Any] | None,
+    notes: list[str],
+    model: str,
+) -> str:
     lines = [
-        f"# Answer lengths of {results.provenance['model']}, predicted from prompts",
+        f"# Answer lengths of {model}, predicted from prompts",
         "",
         f"{len(test)} test requests that nothing was trained on, "
         f"{test.cut.mean():.1%} of them ended by their max_tokens. The truth is the tokens that "
@@ -362,62 +319,61 @@ def _report(results: LengthResults) -> str:
     if tasks:
         lines += [
             "",
-            f"Task classified from the prompt: {tasks.accuracy:.2%} (always the most frequent: "
-            f"{tasks.majority:.2%}).",
+            f"Task classified from the prompt: {tasks['accuracy']:.2%} (always the most frequent: "
+            f"{tasks['majority']:.2%}).",
         ]
-    for scheme, buckets in results.buckets.items():
-        methods = results.scores[scheme]
+    for scheme, buckets in choices.items():
+        methods = scores[scheme]
         shares = np.bincount(buckets.of(test.total_tokens), minlength=len(buckets)) / len(test)
         row = ["test requests", *(f"{share:.1%}" for share in shares)]
         lines += ["", f"## Buckets: {scheme}", ""]
         lines += [*markdown_table(["tokens", *buckets.names], [row]), ""]
         lines += [*_scores(methods), "", *_by_task(methods, test)]
-    if results.notes:
-        lines += ["", "## Notes", "", *(f"- {note}" for note in results.notes)]
+    if notes:
+        lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
     return "\n".join([*lines, "", "![Scores of all methods](results.png)", ""])
 
 
-def _scores(methods: dict[str, LengthScores]) -> list[str]:
+def _scores(methods: Mapping[str, Scores]) -> list[str]:
     heads = ["method", "accuracy", "macro F1", "log loss", "CRPS, tokens", "MAE of the median"]
-    rows = [
-        [
-            METHODS[name],
-            f"{scores.accuracy:.2%}",
-            f"{scores.macro_f1:.3f}",
-            f"{scores.log_loss:.3f}",
-            f"{scores.crps:.1f}",
-            f"{scores.mae:.1f}",
-            "–" if scores.concordance is None else f"{scores.concordance:.3f}",
-            "–" if scores.coverage is None else f"{scores.coverage['80']:.1%}",
+    forms = {"accuracy": ".2%", "macro_f1": ".3f", "log_loss": ".3f", "crps": ".1f", "mae": ".1f"}
+    rows = []
+    for name, scores in methods.items():
+        ranked, covered = scores["concordance"], scores["coverage"]
+        shown = [format(scores[measure], form) for measure, form in forms.items()]
+        last = [
+            "–" if ranked is None else f"{ranked:.3f}",
+            "–" if covered is None else f"{covered['80']:.1%}",
         ]
-        for name, scores in methods.items()
-    ]
+        rows.append([METHODS[name], *shown, *last])
     return markdown_table([*heads, "concordance", "80% covers"], rows)
 
 
-def _by_task(methods: dict[str, LengthScores], test: AnsweredPrompts) -> list[str]:
+def _by_task(methods: Mapping[str, Scores], test: AnsweredPrompts) -> list[str]:
     shown = [name for name in METHODS if name in methods and name != "kaplan_meier"]
     rows = []
     for row in _task_rows(test):
         task = row["task"]
         if row["requests"] >= _FEW:
             of = [methods[name] for name in shown]
-            accuracies = [one.accuracy if task == "all" else one.by_task[task] for one in of]
+            accuracies = [
+                scores["accuracy"] if task == "all" else scores["by_task"][task] for scores in of
+            ]
             means = [f"{row[name]:.0f}" for name in ("requests", "prompt_tokens", "answer_tokens")]
             rows.append([task, *means, f"{row['cut']:.0%}", *(f"{x:.1%}" for x in accuracies)])
     heads = ["task", "test requests", "prompt tokens", "answer tokens", "cut"]
     return markdown_table([*heads, *(METHODS[name] for name in shown)], rows)
 
 
-def _figure(results: LengthResults) -> Any:
+def _figure(scores: Mapping[str, Mapping[str, Scores]]) -> Any:
     figure, panels = create_panels(2, 2, (5.5, 4.4), sharex=False)
     shown = (("accuracy", 100, "accuracy of the bucket, %"), ("crps", 1, "CRPS, tokens"))
-    names = [name for name in METHODS if any(name in m for m in results.scores.values())]
-    height = 0.8 / len(results.scores)
+    names = [name for name in METHODS if any(name in m for m in scores.values())]
+    height = 0.8 / len(scores)
     for axes, (what, scale, title) in zip(panels, shown, strict=True):
-        for j, (scheme, methods) in enumerate(results.scores.items()):
-            places = np.arange(len(names)) + (j - (len(results.scores) - 1) / 2) * height
-            values = [scale * getattr(methods[name], what) for name in names]
+        for j, (scheme, methods) in enumerate(scores.items()):
+            places = np.arange(len(names)) + (j - (len(scores) - 1) / 2) * height
+            values = [scale * methods[name][what] for name in names]
             axes.barh(places, values, height, label=scheme)
         axes.set_yticks(np.arange(len(names)), [METHODS[name] for name in names])
         finish_axes(axes, title)
@@ -438,16 +394,15 @@ def train_length(
     forest: ForestOptions = _FOREST,
     shape: Shape = "linear",
     limit: int = 8192,
-    split_seed: int | None = None,
     seed: int = 0,
 ) -> None:
     """Train and measure predictors of answer lengths that read the prompt (Jain et al. 2025).
 
-    For each choice of buckets: a fine-tuned encoder without and with a hint of the task, a random
-    forest on prompt length and application, and what they must beat, all measured on the same
-    test requests, those that ``hidden_state`` was not trained on either. Writes one checkpoint a
-    variant, ``results.json``, ``report.md`` and a figure below OUT. Run it again to go on after
-    an interruption: variants that are there are only measured.
+    For each choice of buckets it trains a fine-tuned encoder without and with a hint of the task,
+    and a random forest on prompt length and application. It measures them, and what they must
+    beat, on the same test requests. ``hidden_state`` was not trained on these requests either.
+    Writes one checkpoint a variant, ``results.json``, ``report.md`` and a figure below OUT. Run it
+    again to go on after an interruption: variants that are there are only measured.
 
     Args:
         dataset: folder recorded by ``headway collect``.
@@ -461,7 +416,6 @@ def train_length(
         forest: how it is grown.
         shape: how ends are spread inside a bucket.
         limit: tokens that no request passes: the serving model's context.
-        split_seed: of the split; that of ``hidden_state`` if not set, or 0.
         seed: of every training.
 
     Raises:
@@ -474,8 +428,7 @@ def train_length(
         raise ValueError("no buckets: give --buckets, or a --config of configs/prompt_length")
     chosen = {scheme: given.buckets() for scheme, given in buckets.items()}
     predictor = None if hidden_state is None else load_predictor(hidden_state)
-    if split_seed is None:
-        split_seed = int(predictor.provenance.get("split_seed", 0)) if predictor else 0
+    split_seed = int(predictor.provenance.get("split_seed", 0)) if predictor else 0
     split = load_answered_prompts(dataset, prompts, split_seed, task_names or {})
     counts = {name: len(part) for name, part in split.parts.items()}
     described = {
@@ -494,12 +447,9 @@ def train_length(
         "model": split.parts["test"].rows.session.model,
         **described,
         "encoder": encoder.model,
-        "commit": source_commit(),
-        "machine": machine(),
-        "versions": versions(),
+        **_made(),
     }
-    test = split.parts["test"]
-    write_results(LengthResults(test, chosen, scores, tasks, notes, provenance), out)
+    write_results(split.parts["test"], chosen, scores, tasks, notes, provenance, out)
 
 
 def _notes(split: PromptSplit, predictor: HiddenStateMLP | None) -> list[str]:

@@ -76,8 +76,8 @@ def fairbatching(
         systems: name -> key -> value, such as ``Sarathi: {prefill.formation: sarathi}``.
         loads: requests per second per instance; arrivals of a trace are scaled to them.
         baselines: the systems with whose best peak the others are compared.
-        tuned: system -> key -> values, of which the best is taken in each case.
-        case_loads: case -> loads, in place of ``loads``.
+        tuned: system -> key -> values; the best value is taken in each case.
+        case_loads: case -> loads, instead of ``loads``.
         latency_load: of the table of latencies; each case's nearest load, the middle one when
             not given.
 

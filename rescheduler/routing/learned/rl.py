@@ -55,19 +55,9 @@ def state_size(n_instances: int, n_buckets: int) -> int:
     return QUEUE_NUMBERS + n_instances * (3 + n_buckets)
 
 
-def state_bounds(
-    n_instances: int, n_buckets: int, scales: StateScales
-) -> tuple[FloatArray, FloatArray]:
-    """Return the least and the greatest value of each number of a state."""
-    low = np.zeros(state_size(n_instances, n_buckets))
-    instances = low[QUEUE_NUMBERS:].reshape(n_instances, 3 + n_buckets)
-    high = np.ones_like(low)
-    high[:2] = 4.0 * scales.slots / scales.requests, _MOST
-    most = high[QUEUE_NUMBERS:].reshape(n_instances, 3 + n_buckets)
-    most[:, : 1 + n_buckets] = _MOST
-    instances[:, 1 + n_buckets] = -_MOST
-    most[:, 1 + n_buckets] = 1.0 / scales.capacity
-    return low, high
+def state_bounds(scales: StateScales) -> tuple[float, float]:
+    """Return what no number of a state is below, and what none is above."""
+    return -_MOST, max(_MOST, 4.0 * scales.slots / scales.requests, 1.0 / scales.capacity)
 
 
 @compiled_core

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,25 +12,23 @@ import numpy as np
 
 from data_collection.files import refuse_unwritable
 from data_collection.workload.arrivals import TimeUnit
+from predictor.forecasts.forecast_recording import MEASURED_SIGMA, error_sigma, read_recording
 from rescheduler.simulator.advice.text import advice_text, draw_advice
 from rescheduler.simulator.advice.verdicts import (
     ORDER_LOAD,
     ROUTERS,
     Case,
     Clock,
-    Gain,
+    Frontier,
     Judgement,
     OrderGains,
     Quality,
     Scenario,
     capacity,
     case_figures,
-    gain,
-    judge,
-    judge_quality,
+    frontier_cases,
     ladder,
     order_cases,
-    order_gains,
     quality_cases,
     scenarios,
 )
@@ -45,20 +43,15 @@ from rescheduler.simulator.experiments.workers import (
     gather,
     run_in_threads,
 )
-from rescheduler.simulator.results.metrics import summarise
 from rescheduler.simulator.results.report import (
     about,
     json_text,
     refuse_foreign_folder,
     write_report,
 )
-from rescheduler.simulator.workloads.forecast_recording import (
-    MEASURED_SIGMA,
-    error_sigma,
-    read_recording,
-)
 from rescheduler.simulator.workloads.trace import ResampledTrace, first_requests
-from rescheduler.simulator.workloads.trace_files import TraceFile, TraceFormatName
+from rescheduler.simulator.workloads.trace_files import TraceFile
+from rescheduler.simulator.workloads.trace_formats import TraceFormatName
 from rescheduler.step_time.step_time import StepTime, create_step_time
 
 _MOST_READ = 1_000_000
@@ -80,6 +73,7 @@ def advise(
     requests: int | None = None,
     seeds: int = 5,
     slo: SLOConfig | None = None,
+    tail: float = 1.2,
     recording: Path | None = None,
     skip_empty: bool = False,
     format: TraceFormatName | None = None,
@@ -91,12 +85,12 @@ def advise(
     """Estimate whether forecasting output lengths pays off on a trace, and recommend a router.
 
     First reports what serving short requests first would gain when more arrive than fit. Then
-    simulates routers that count requests, that balance tokens, and that look ahead, on the
-    trace's own lengths and arrivals and on an overloaded cluster, and compares them by 95%
-    intervals over seeds. Every seed draws the requests anew from the trace, in runs of
-    consecutive ones that keep the gaps between them (a block bootstrap), and all routers serve
-    the same draw: the intervals say how sure a gain is for traffic like this trace. Ctrl-C ends
-    it early and reports what it has.
+    simulates routers that count requests, that balance tokens, and that look ahead. It does so on
+    the trace's own lengths and arrivals, and on an overloaded cluster. It compares the routers by
+    95% intervals over seeds. Every seed draws the requests anew from the trace, in runs of
+    consecutive ones that keep the gaps between them (a block bootstrap). All routers serve the
+    same draw. So the intervals say how sure a gain is for traffic like this trace. Ctrl-C ends it
+    early and reports what it has.
 
     Args:
         trace: file of requests: Azure's, BurstGPT's, Mooncake's or Headway's own columns, plain
@@ -114,8 +108,10 @@ def advise(
             tokens, but at least 8 for each slot.
         seeds: runs of each router.
         slo: {ttft_s, tpot_s}: judge by the requests that meet these, instead of by mean latency.
-        recording: Take the error of real forecasts from this recording (`headway record`). If not
-            set, from that of the included checkpoint.
+        tail: P99 latency that you accept, relative to that in order of arrival. The order with the
+            shortest mean latency that keeps to it is recommended.
+        recording: Take the error of real forecasts from this recording, which `headway evaluate
+            --forecasts` writes. If not set, from the recording of the included checkpoint.
         skip_empty: leave out requests without prompt or output tokens.
         format: headway, azure, burstgpt or mooncake; told by the first line if not set.
         time_unit: s, ms, us or ns, of the arrivals; if not set, as the format has it. If the trace
@@ -129,6 +125,8 @@ def advise(
     """
     if load is not None and not 0 < load <= _MOST_LOAD:
         raise ValueError(f"load must be above 0 and at most {_MOST_LOAD}, not {load}")
+    if not tail >= 1.0:
+        raise ValueError(f"tail must be at least 1, the P99 in order of arrival, not {tail:g}")
     if requests is not None and requests < 1:
         raise ValueError(f"requests must be at least 1, not {requests}")
     file = TraceFile(trace, None, skip_empty, format, time_unit, option="--time-unit")
@@ -161,19 +159,23 @@ def advise(
     judged = study.judgements()
     if not judged:  # nothing to say yet
         raise KeyboardInterrupt
-    quality = study.quality(judged)
+    order, quality = study.order(), study.quality(judged)
+    frontier = study.frontier(tail)
     finished = min(judgement.by_load.seeds for judgement in judged)
     simulated = _described(recorded, config.cluster, drawn, finished, study.capacities, load)
-    text = advice_text(simulated, study.order(), judged, quality, sigma)
-    found = {
+    text = advice_text(simulated, order, frontier, judged, quality, sigma)
+    figures = {
         "_about": about("advise", config) | {"traces": [file.read_as]},
         "advice": text.splitlines(),
+        "order": None if order is None else order.plain,
+        "frontier": None if frontier is None else frontier.plain,
+        "scenarios": {judgement.scenario.key: judgement.plain for judgement in judged},
+        "quality": None if quality is None else quality.plain,
     }
-    found |= study.document(judged, quality)
-    document = json_text(found, allow_nan=False)
+    document = json_text(figures, allow_nan=False)
     print(text)
     if out is not None:
-        figure = draw_advice(study.gains(judged), study.cases, quality)
+        figure = draw_advice(judged, study.cases, quality, frontier)
         texts = {"advice.txt": text + "\n", "advice.json": document}
         write_report(out, texts, {"advice.png": figure})
     if json is not None:
@@ -249,13 +251,15 @@ class Study:
         self, config: SimulationConfig, trace: ResampledTrace, step_time: StepTime, sigma: float
     ) -> None:
         self.capacities: dict[Clock, float] = {}
-        self.cases: list[Case] = []
-        self._config = config
-        self._trace = trace
-        self._step_time = step_time
+        self.cases: list[Case] = ladder(sigma)
+        self._simulated = config, trace, step_time
         self._sigma = sigma
         self._scenarios: list[Scenario] = []
         self._runs: dict[Scenario, dict[str, dict[int, Figures]]] = {}
+        recorded = trace.recorded
+        own_past = bool(len(recorded.prefixes) or recorded.client.any())
+        self._order_cases = order_cases(sigma, own_past)
+        self._quality_cases = quality_cases(int(recorded.output.max()))
 
     def simulate(self, clocks: Sequence[Clock], load: float | None) -> bool:
         """Run everything, one seed after the other; return whether Ctrl-C ended that.
@@ -263,141 +267,84 @@ class Study:
         The quality of forecasts is varied in the scenario where the truth gains most; if it gains
         measurably in none, behind the barrier of an overloaded cluster.
         """
-        if gather(self._pilots(clocks), len(clocks), lambda clock, found: None, str):
+        try:
+            for clock in clocks:
+                self.capacities[clock] = capacity(*self._simulated, clock)
+        except KeyboardInterrupt:
             return True
-        if self._run_all("orders of service", [self._order_scenario()], self._order_cases()):
+        if self._run_all("orders of service", [self._order_scenario()], self._order_cases):
             return True
-        self.cases = ladder(self._sigma)
-        self._scenarios = scenarios(self.capacities, self._trace, load)
+        if self._run_all("mean against tail", [self._order_scenario()], self._frontier_cases()):
+            return True
+        self._scenarios = scenarios(self.capacities, self._simulated[1], load)
         if self._run_all("routers", self._scenarios, self.cases):
             return True
-        tried = self._quality_scenario(self.judgements())
-        return self._run_all("quality of forecasts", [tried], self._quality_cases())
+        tried = self._quality_judgement(self.judgements()).scenario
+        return self._run_all("quality of forecasts", [tried], self._quality_cases)
 
     def order(self) -> OrderGains | None:
         """Return what an order of service gains, if all of that was simulated."""
-        scenario, cases = self._order_scenario(), self._order_cases()
+        scenario = self._order_scenario()
         runs = self._runs.get(scenario, {})
-        if not all(runs.get(case.key) for case in cases):
+        if not all(runs.get(case.key) for case in self._order_cases):
             return None
-        return order_gains(scenario.clock, cases, runs)
+        return OrderGains(scenario.clock, self._order_cases, runs)
+
+    def _frontier_cases(self) -> list[Case]:
+        order = self.order()
+        if order is None:
+            return []
+        return frontier_cases(_named(self._order_cases, order.promising))
+
+    def frontier(self, tail: float) -> Frontier | None:
+        """Return how the mean latency and its tail trade, if all of that was simulated."""
+        order, cases = self.order(), self._frontier_cases()
+        runs = self._runs.get(self._order_scenario(), {}) if order is not None else {}
+        if order is None or not all(runs.get(case.key) for case in cases):
+            return None
+        cases = [_named(self._order_cases, order.promising), *cases]
+        return Frontier(order.promising, cases, runs[self._order_cases[0].key], runs, tail)
 
     def judgements(self) -> list[Judgement]:
         """Return the verdict on every scenario in which each router has a run."""
         return [
-            judge(scenario, self.cases, self._runs[scenario], self._config.slo)
+            Judgement(scenario, self.cases, self._runs[scenario], self._simulated[0].slo)
             for scenario in self._scenarios
             if all(self._runs.get(scenario, {}).get(case.key) for case in self.cases)
         ]
 
     def quality(self, judged: Sequence[Judgement]) -> Quality | None:
         """Return how good forecasts must be, if that was simulated."""
-        scenario = self._quality_scenario(judged)
-        runs = self._runs[scenario]
-        titles = [case.key for case in self._quality_cases() if case.key in runs]
-        if not titles:
-            return None
-        judgement = next(j for j in judged if j.scenario is scenario)
-        return judge_quality(judgement, titles, runs, self._sigma)
+        judgement = self._quality_judgement(judged)
+        titles = [case.key for case in self._quality_cases if case.key in judgement.runs]
+        return Quality(judgement, titles, self._sigma) if titles else None
 
-    def gains(self, judged: Sequence[Judgement]) -> dict[str, dict[str, Gain]]:
-        """Return the gains over the first router, by scenario and router."""
-        gains: dict[str, dict[str, Gain]] = {}
-        for judgement in judged:
-            runs = self._runs[judgement.scenario]
-            base = runs[judgement.today.key]
-            gains[judgement.scenario.key] = {
-                case.key: gain(runs[case.key], base, judgement.figure) for case in self.cases
-            }
-        return gains
-
-    def document(self, judged: Sequence[Judgement], quality: Quality | None) -> dict[str, Any]:
-        """Return all figures and verdicts, as JSON takes them."""
-        order = self.order()
-        return {
-            "order": None
-            if order is None
-            else {
-                "clock": order.clock,
-                "load": ORDER_LOAD,
-                "recommended": order.pays,
-                "latency_gain": {key: value.plain for key, value in order.latency.items()},
-                "latency_p99_gain": {key: value.plain for key, value in order.tail.items()},
-            },
-            "scenarios": {j.scenario.key: self._scenario_document(j) for j in judged},
-            "quality": None
-            if quality is None
-            else {
-                "scenario": quality.scenario.key,
-                "judged_by": quality.figure,
-                "compared_with": quality.blind.key,
-                "real_sigma": quality.sigma,
-                "measurable_up_to_sigma": quality.lasts,
-                "gains": {title: value.plain for title, value in quality.gains.items()},
-            },
-        }
-
-    def _scenario_document(self, judgement: Judgement) -> dict[str, Any]:
-        scenario, runs = judgement.scenario, self._runs[judgement.scenario]
-        base = runs[judgement.today.key]
-        routers = {
-            key: {
-                "gain": gain(by_seed, base, judgement.figure).plain,
-                **summarise(list(by_seed.values())).plain,
-            }
-            for key, by_seed in runs.items()
-        }
-        return {
-            "clock": scenario.clock,
-            "load": scenario.load,
-            "rate_scale": scenario.scale,
-            "capacity_requests_per_s": scenario.capacity,
-            "judged_by": judgement.figure,
-            "compared_with": judgement.today.key,
-            "best_without_lookahead": judgement.blind.key,
-            "lookahead_gain": {key: value.plain for key, value in judgement.ahead.items()},
-            "recommended": judgement.choice.key,
-            "recommended_policy": {"name": judgement.choice.policy} | judgement.choice.options,
-            "routers": routers,
-        }
-
-    def _quality_scenario(self, judged: Sequence[Judgement]) -> Scenario:
+    def _quality_judgement(self, judged: Sequence[Judgement]) -> Judgement:
         def gained(judgement: Judgement) -> tuple[bool, bool, bool, float]:
             truth, scenario = judgement.ahead["bfio_oracle"], judgement.scenario
             return truth.better, scenario.clock == "barrier", scenario.load is None, truth.mean
 
-        return max(judged, key=gained).scenario
-
-    def _quality_cases(self) -> list[Case]:
-        return quality_cases(int(self._trace.recorded.output.max()))
-
-    def _pilots(self, clocks: Sequence[Clock]) -> Generator[tuple[str, None], None, None]:
-        """Estimate the capacity with each clock."""
-        config, trace, step_time = self._config, self._trace, self._step_time
-        for clock in clocks:
-            self.capacities[clock] = capacity(config, trace, step_time, clock)
-            yield f"capacity, {clock}", None
+        return max(judged, key=gained)
 
     def _order_scenario(self) -> Scenario:
         clock, most = list(self.capacities.items())[-1]
         return Scenario(clock, ORDER_LOAD, 1.0, False, most, at_random=True)
 
-    def _order_cases(self) -> list[Case]:
-        recorded = self._trace.recorded
-        return order_cases(self._sigma, bool(len(recorded.prefixes) or recorded.client.any()))
-
     def _run_all(self, title: str, tried: Sequence[Scenario], cases: Sequence[Case]) -> bool:
         """Run cases with one seed after the other; return whether Ctrl-C ended that."""
-        config, trace, step_time = self._config, self._trace, self._step_time
-        seeds = range(config.seeds)
+        seeds = range(self._simulated[0].seeds)
         jobs = [(scenario, case, i) for i in seeds for scenario in tried for case in cases]
 
         def figures(job: tuple[Scenario, Case, int]) -> Figures:
-            return case_figures(*job, config, trace, step_time)
+            return case_figures(*job, *self._simulated)
 
-        def keep(job: tuple[Scenario, Case, int], found: Figures) -> None:
+        def keep(job: tuple[Scenario, Case, int], run: Figures) -> None:
             scenario, case, seed = job
-            self._runs.setdefault(scenario, defaultdict(dict))[case.key][seed] = found
+            self._runs.setdefault(scenario, defaultdict(dict))[case.key][seed] = run
 
         outcomes = run_in_threads(jobs, figures, min(os.cpu_count() or 1, _MOST_WORKERS))
         return gather(outcomes, len(jobs), keep, lambda job: title)
+
+
+def _named(cases: Sequence[Case], key: str) -> Case:
+    return next(case for case in cases if case.key == key)

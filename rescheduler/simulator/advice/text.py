@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 
+from predictor.forecasts.forecast_recording import MEASURED_INTERVAL
 from rescheduler.simulator.advice.verdicts import (
     ORDER_LOAD,
     WORTH,
     Case,
+    Frontier,
     Gain,
     Judgement,
     OrderGains,
     Quality,
+    order_words,
 )
 from rescheduler.simulator.results.report import COLOURS, finish_axes
-from rescheduler.simulator.workloads.forecast_recording import MEASURED_INTERVAL
 
 _WIDTH = 98
 _FIGURES = {
@@ -29,6 +31,7 @@ _FIGURES = {
 def advice_text(
     about: Sequence[str],
     order: OrderGains | None,
+    frontier: Frontier | None,
     judgements: Sequence[Judgement],
     quality: Quality | None,
     sigma: float,
@@ -37,6 +40,8 @@ def advice_text(
     paragraphs = [" ".join(about)]
     if order is not None:
         paragraphs.append(_order(order))
+    if frontier is not None:
+        paragraphs.append(_frontier(frontier))
     paragraphs += [_scenario(judgement) for judgement in judgements]
     if quality is not None:
         paragraphs.append(_quality(quality))
@@ -91,13 +96,33 @@ def _order(gains: OrderGains) -> str:
     )
 
 
+def _frontier(frontier: Frontier) -> str:
+    said = ", ".join(
+        f"{_short(order)} {in_words(mean, 'latency')} (P99 {in_words(p99, 'latency')})"
+        for order, mean, p99 in frontier.points
+    )
+    most = f"With a P99 at most {frontier.tail - 1:.0%} above that in order of arrival (--tail)"
+    chosen = frontier.chosen
+    advised = "no order gains" if chosen is None else f"ORDER: {order_words(chosen)} gains most"
+    return (
+        f"What the mean may cost the tail, {_KNOWN[frontier.knows]}: mean latency {said}. "
+        f"{most}, {advised}."
+    )
+
+
+def _short(order: Mapping[str, Any]) -> str:
+    return f"scale {order['scale']}" if "scale" in order else str(order["name"])
+
+
 def _scenario(judgement: Judgement) -> str:
     figure, ahead = judgement.figure, judgement.ahead
     title = judgement.scenario.title
     sentences = [f"{title[0].upper()}{title[1:]}:"]
     if judgement.scenario.load is not None:
-        queue = "nobody queues" if judgement.wait_p95 <= 2 * judgement.step else "requests queue"
-        sentences.append(f"{queue} (95% wait less than {_seconds(judgement.wait_p95)});")
+        wait = judgement.mean_of("wait_p95")
+        queue = "nobody queues" if wait <= 2 * judgement.mean_of("tpot") else "requests queue"
+        seconds = f"{1e3 * wait:,.0f} ms" if wait < 1 else f"{wait:,.1f} s"
+        sentences.append(f"{queue} (95% wait less than {seconds});")
     truth = in_words(ahead["bfio_oracle"], figure)
     if not judgement.by_load.better and not any(value.better for value in ahead.values()):
         sentences.append(
@@ -138,32 +163,29 @@ def _worth(judgement: Judgement) -> str:
 
 def _quality(quality: Quality) -> str:
     gains = ", ".join(
-        f"{title} {in_words(value, quality.figure)}"
+        f"{title} {in_words(value, quality.judgement.figure)}"
         for title, value in quality.gains.items()
         if title != "real"
     )
     if quality.lasts is None:
         lasts = "not even the truth gains measurably"
     else:
-        noisier = [float(t.split()[1]) for t in quality.gains if t.startswith("σ")]
-        gone = [sigma for sigma in noisier if sigma > quality.lasts]
+        gone = [sigma for sigma in quality.noisy if sigma > quality.lasts]
         lasts = f"a gain can be measured up to σ {quality.lasts:g}"
         lasts += f" and is gone at σ {gone[0]:g}" if gone else ", the worst that was tried"
+    judgement = quality.judgement
     return (
-        f"How good must a forecast be ({quality.scenario.key}; {_FIGURES[quality.figure]} over "
-        f"{quality.blind.title}; σ is the spread of log error): {gains}. So {lasts}; real "
+        f"How good must a forecast be ({judgement.scenario.key}; {_FIGURES[judgement.figure]} over "
+        f"{judgement.blind.title}; σ is the spread of log error): {gains}. So {lasts}; real "
         f"forecasts are taken to have σ {quality.sigma:g}."
     )
-
-
-_TOLD = {"ages": " with forecast kaplan_meier", "forecasts": " with a forecast"}
 
 
 def _recommendation(judgements: Sequence[Judgement], sigma: float) -> str:
     chosen: dict[str, tuple[Case, list[str]]] = {}
     for judgement in judgements:
         case = judgement.choice
-        chosen.setdefault(case.key, (case, []))[1].append(judgement.scenario.key)
+        chosen.setdefault(case.key, (case, []))[1].append(f"[{judgement.scenario.key}]")
     paying = [case for case, _ in chosen.values() if case.knows in ("ages", "forecasts")]
     if not paying:
         answer = "Forecasts do not pay off for routing here."
@@ -171,11 +193,11 @@ def _recommendation(judgements: Sequence[Judgement], sigma: float) -> str:
         answer = "Forecasts pay off for routing here."
     else:
         answer = "Looking ahead pays here, and needs no model: Kaplan-Meier given age is enough."
-    everywhere = len(chosen) == 1
+    forecast = {"ages": " with forecast kaplan_meier", "forecasts": " with a forecast"}
     configure = "; ".join(
-        f"{case.configured}{_TOLD.get(case.knows, '')} "
-        f"{'in every case above' if everywhere else _where(where)}"
-        for case, where in chosen.values()
+        f"{case.configured}{forecast.get(case.knows, '')} "
+        + ("in every case above" if len(chosen) == 1 else f"for {' and '.join(keys)}")
+        for case, keys in chosen.values()
     )
     if any(judgement.by_load.seeds == 1 for judgement in judgements):
         answer = "One seed shows no interval, so nothing is recommended beyond today's router."
@@ -187,27 +209,23 @@ def _recommendation(judgements: Sequence[Judgement], sigma: float) -> str:
     )
 
 
-def _where(keys: Sequence[str]) -> str:
-    return f"for {' and '.join(f'[{key}]' for key in keys)}"
-
-
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:,.0f} ms" if value < 1 else f"{value:,.1f} s"
-
-
 def draw_advice(
-    gains: Mapping[str, Mapping[str, Gain]], cases: Sequence[Case], quality: Quality | None
+    judged: Sequence[Judgement],
+    cases: Sequence[Case],
+    quality: Quality | None,
+    frontier: Frontier | None,
 ) -> Any:
     """Return the figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.0 if quality else 6.0, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2 if quality else 1, squeeze=False)[0]
+    n_panels = 1 + (quality is not None) + (frontier is not None)
+    figure = Figure(figsize=(1.0 + 5.0 * n_panels, 4.2), layout="constrained")
+    panels = figure.subplots(1, n_panels, squeeze=False)[0]
     shown = cases[1:]
     rows = np.arange(len(shown))
-    for i, (scenario, by_case) in enumerate(gains.items()):
-        offset = 0.16 * (i - (len(gains) - 1) / 2)
-        mean, half = _percent([by_case[case.key] for case in shown])
+    for i, judgement in enumerate(judged):
+        offset = 0.16 * (i - (len(judged) - 1) / 2)
+        mean, half = _percent([judgement.over_today[case.key] for case in shown])
         panels[0].errorbar(
             mean,
             rows + offset,
@@ -216,7 +234,7 @@ def draw_advice(
             color=COLOURS[i],
             markersize=4.5,
             capsize=2.5,
-            label=scenario,
+            label=judgement.scenario.key,
         )
     panels[0].axvline(0.0, color="0.5", linewidth=0.8)
     panels[0].set_yticks(rows, [case.title for case in shown])
@@ -225,11 +243,25 @@ def draw_advice(
     finish_axes(panels[0], f"gain over {cases[0].title}, %")
     if quality is not None:
         _draw_quality(panels[1], quality)
+    if frontier is not None:
+        _draw_frontier(panels[-1], frontier)
     return figure
 
 
+def _draw_frontier(axes: Any, frontier: Frontier) -> None:
+    mean, x_half = _percent([one.mean for one in frontier.points])
+    tail, y_half = _percent([one.tail for one in frontier.points])
+    x, y = [-value for value in mean], [-value for value in tail]
+    axes.errorbar(x, y, xerr=x_half, yerr=y_half, fmt="o-", color=COLOURS[0], capsize=3)
+    for one, *at in zip(frontier.points, x, y, strict=True):
+        axes.annotate(_short(one.order), at, (6, 4), textcoords="offset points", size=8)
+    axes.axhline(100 * (frontier.tail - 1), color="0.5", linewidth=0.8)
+    axes.set_title(f"order of service, {_KNOWN[frontier.knows]}", loc="left", fontsize="medium")
+    finish_axes(axes, "mean latency over order of arrival, %", "P99, %")
+
+
 def _draw_quality(axes: Any, quality: Quality) -> None:
-    noisy = {float(t.split()[1]): g for t, g in quality.gains.items() if t.startswith("σ")}
+    noisy = quality.noisy
     mean, half = _percent(list(noisy.values()))
     axes.errorbar(list(noisy), mean, yerr=half, fmt="o-", color=COLOURS[0], capsize=3)
     binned = {title: g for title, g in quality.gains.items() if title.endswith("bins")}
@@ -243,12 +275,12 @@ def _draw_quality(axes: Any, quality: Quality) -> None:
     axes.errorbar([quality.sigma], m, yerr=h, fmt="D", color=COLOURS[1], capsize=3, label="real")
     axes.axhline(0.0, color="0.5", linewidth=0.8)
     axes.set_xticks(list(noisy), [f"{sigma:g}" for sigma in noisy], fontsize="small")
-    axes.set_title(quality.scenario.key, loc="left", fontsize="medium")
+    axes.set_title(quality.judgement.scenario.key, loc="left", fontsize="medium")
     axes.legend(frameon=False, fontsize="small")
     finish_axes(
         axes,
         "σ, spread of the forecasts' log error; right: STAR's bins",
-        f"gain over {quality.blind.title}, %",
+        f"gain over {quality.judgement.blind.title}, %",
     )
 
 

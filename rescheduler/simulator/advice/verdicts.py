@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from predictor.forecasts.forecast_recording import MEASURED_INTERVAL
 from rescheduler.ordering import create_order
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (
@@ -15,9 +16,8 @@ from rescheduler.simulator.config.simulation_config import (
     SLOConfig,
 )
 from rescheduler.simulator.forecasts.forecast_sources import create_forecast
-from rescheduler.simulator.results.metrics import half_interval, run_metrics
+from rescheduler.simulator.results.metrics import half_interval, run_metrics, summarise
 from rescheduler.simulator.simulation import RunSetup, run
-from rescheduler.simulator.workloads.forecast_recording import MEASURED_INTERVAL
 from rescheduler.simulator.workloads.trace import ResampledTrace
 from rescheduler.step_time.step_time import StepTime
 
@@ -110,10 +110,13 @@ class Scenario(NamedTuple):
         return f"{how} ({self.load:.{0 if self.load >= 0.095 else 1}%} of capacity)"
 
 
+def _noisy(sigma: float) -> dict[str, Any]:
+    return {"name": "noisy", "sigma": sigma, "interval": MEASURED_INTERVAL}
+
+
 def ladder(sigma: float) -> list[Case]:
     """Return the routers from knowing the least to knowing the most."""
     now, ahead = {"horizon": 0}, dict[str, Any]()
-    noisy = {"name": "noisy", "sigma": sigma, "interval": MEASURED_INTERVAL}
     return [
         Case("vllm", "vllm", "counts", "vllm", {}, _ORACLE),
         Case("jsq", "jsq", "counts", "jsq", {}, _ORACLE),
@@ -121,23 +124,16 @@ def ladder(sigma: float) -> list[Case]:
         Case("bfio_now", "bfio without lookahead", "loads", "bfio", now, _ORACLE),
         Case("fast_phi_km", "fast_phi, Kaplan-Meier", "ages", "fast_phi", {}, _KAPLAN_MEIER),
         Case("bfio_km", "bfio, Kaplan-Meier", "ages", "bfio", ahead, _KAPLAN_MEIER),
-        Case("bfio_measured", "bfio, real forecasts", "forecasts", "bfio", ahead, noisy),
+        Case("bfio_measured", "bfio, real forecasts", "forecasts", "bfio", ahead, _noisy(sigma)),
         Case("bfio_oracle", "bfio, true lengths", "truth", "bfio", ahead, _ORACLE),
     ]
 
 
 def quality_cases(longest: int) -> list[Case]:
     """Return bfio with forecasts from nearly right to useless; the oracle is in `ladder`."""
-    noise: list[tuple[str, dict[str, Any]]] = [
-        (f"σ {sigma:g}", {"name": "noisy", "sigma": sigma, "interval": MEASURED_INTERVAL})
-        for sigma in SIGMAS
-    ]
-    bins: list[tuple[str, dict[str, Any]]] = [
-        (f"{n} bins", {"name": "binned", "bins": n, "context": longest}) for n in BINS
-    ]
-    return [
-        Case(title, title, "forecasts", "bfio", {}, forecast) for title, forecast in noise + bins
-    ]
+    tried = {f"σ {sigma:g}": _noisy(sigma) for sigma in SIGMAS}
+    tried |= {f"{n} bins": {"name": "binned", "bins": n, "context": longest} for n in BINS}
+    return [Case(title, title, "forecasts", "bfio", {}, tried[title]) for title in tried]
 
 
 def order_cases(sigma: float, own_past: bool = False) -> list[Case]:
@@ -147,21 +143,33 @@ def order_cases(sigma: float, own_past: bool = False) -> list[Case]:
         sigma: spread of forecasts of real quality.
         own_past: whether the trace tells clients or prefixes, by which earlier requests forecast.
     """
-    boost = {"name": "boost"}
-    noisy = {"name": "noisy", "sigma": sigma, "interval": MEASURED_INTERVAL}
-
-    def case(
-        key: str, knows: Knowledge, forecast: dict[str, Any], order: dict[str, Any] = boost
-    ) -> Case:
-        return Case(key, key, knows, "jsq_load", {}, forecast, order)
-
-    return [
-        case("fcfs", "loads", {"name": "none"}, _AS_THEY_COME),
-        case("past_lengths", "ages", _KAPLAN_MEIER),
-        *([case("own_past", "ages", {"name": "past"})] if own_past else []),
-        case("real_forecasts", "forecasts", noisy),
-        case("true_lengths", "truth", _ORACLE),
+    boosts: dict[str, tuple[Knowledge, dict[str, Any]]] = {
+        "past_lengths": ("ages", _KAPLAN_MEIER),
+        **({"own_past": ("ages", {"name": "past"})} if own_past else {}),
+        "real_forecasts": ("forecasts", _noisy(sigma)),
+        "true_lengths": ("truth", _ORACLE),
+    }
+    return [Case("fcfs", "fcfs", "loads", "jsq_load", {}, {"name": "none"})] + [
+        Case(key, key, knows, "jsq_load", {}, forecast, {"name": "boost"})
+        for key, (knows, forecast) in boosts.items()
     ]
+
+
+SCALES = (0.3, 0.1, 0.03)
+
+
+def frontier_cases(case: Case) -> list[Case]:
+    """Return orders that trade the tail of the latency for its mean, from `boost` to `shortest`."""
+    orders: list[dict[str, Any]] = [
+        *({"name": "boost", "scale": scale} for scale in SCALES),
+        {"name": "shortest"},
+    ]
+    return [case._replace(key=f"{case.key}, {order_words(one)}", order=one) for one in orders]
+
+
+def order_words(order: Mapping[str, Any]) -> str:
+    """Return an order as a configuration names it."""
+    return "{" + ", ".join(f"{key}: {value}" for key, value in order.items()) + "}"
 
 
 def capacity(
@@ -174,7 +182,6 @@ def capacity(
     """
     overloaded = Scenario(clock, None, 1.0, False, math.nan)
     case = next(case for case in ladder(0.0) if case.key == "jsq_load")
-    mean_output = float(trace.recorded.output.mean())
     figures = case_figures(overloaded, case, 0, config, trace, step_time)
     if "throughput" not in figures:
         places = config.cluster.instances * config.cluster.slots
@@ -182,7 +189,7 @@ def capacity(
             f"requests: a run of {trace.requests} is too short for {places} slots: none has ended "
             f"when all are full; give at least {places}"
         )
-    return figures["throughput"] / mean_output
+    return figures["throughput"] / float(trace.recorded.output.mean())
 
 
 def scenarios(
@@ -254,8 +261,11 @@ def case_figures(
 WORTH = 0.01
 """Least relative gain for which a more demanding router is recommended."""
 
-Runs = Mapping[str, Mapping[int, Mapping[str, float]]]
-"""Case's key -> seed -> figures of the run, all of one scenario."""
+BySeed = Mapping[int, Mapping[str, float]]
+"""Seed -> figures of the run, all of one case."""
+
+Runs = Mapping[str, BySeed]
+"""Case's key -> its runs, all of one scenario."""
 
 _LESS_IS_BETTER = {"latency", "latency_p99"}
 
@@ -295,86 +305,7 @@ class Gain(NamedTuple):
         return {"mean": self.mean, "ci95": half, "seeds": self.seeds, "measurable": self.measurable}
 
 
-class Judgement(NamedTuple):
-    """One scenario's verdict.
-
-    Attributes:
-        scenario: which.
-        figure: that is judged, see `judged_figure`.
-        today: the count-based router that everything is compared with.
-        blind: the best router without lookahead.
-        loads: the best router by loads.
-        ages: the best that looks ahead with Kaplan-Meier given age.
-        by_load: gain of ``loads`` over ``today``.
-        ahead: gain over ``blind`` of each router that looks ahead, by its key.
-        choice: the recommended router, see `judge`.
-        wait_p95: seconds that 95% of the requests wait less than, with ``blind``.
-        step: seconds a token takes there on average.
-    """
-
-    scenario: Scenario
-    figure: str
-    today: Case
-    blind: Case
-    loads: Case
-    ages: Case
-    by_load: Gain
-    ahead: dict[str, Gain]
-    choice: Case
-    wait_p95: float
-    step: float
-
-
-class Quality(NamedTuple):
-    """Gains of bfio over the best router without lookahead, by the quality of its forecasts.
-
-    Attributes:
-        scenario: that they were simulated in.
-        figure: that is judged.
-        blind: the router compared with.
-        gains: title of the forecast -> gain; "σ 0" is the truth.
-        sigma: spread of real forecasts, whose gain is under the title "real".
-        lasts: largest σ up to which all gains are measurable; None if not even the truth's is.
-    """
-
-    scenario: Scenario
-    figure: str
-    blind: Case
-    gains: dict[str, Gain]
-    sigma: float
-    lasts: float | None
-
-
-class OrderGains(NamedTuple):
-    """Gains of boosts over the order of arrival, by what they know.
-
-    Attributes:
-        clock: of the instances.
-        latency: key of the case → gain in mean latency.
-        tail: key of the case → gain in P99 latency.
-        pays: key of the case that is recommended; None where none gains measurably.
-    """
-
-    clock: Clock
-    latency: dict[str, Gain]
-    tail: dict[str, Gain]
-    pays: str | None
-
-
-def judged_figure(scenario: Scenario, slo: SLOConfig | None) -> str:
-    """Return what is to be gained: throughput when overloaded, else goodput or mean latency.
-
-    With arrivals in time every router finishes what arrives, so that throughput says nothing; an
-    overloaded cluster's requests arrive when there is room for them, so that latency does not.
-    """
-    if scenario.load is None:
-        return "throughput"
-    return "latency" if slo is None else "goodput"
-
-
-def gain(
-    runs: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapping[str, float]], figure: str
-) -> Gain:
+def gain(runs: BySeed, base: BySeed, figure: str) -> Gain:
     r"""Return the gain over a base, paired by seed: both routers serve the same requests.
 
     .. math:: \bar x \pm t_{0.975,\,n-1}\, s / \sqrt n, \qquad
@@ -399,85 +330,234 @@ def gain(
     return Gain(float(values.mean()), half, len(seeds))
 
 
-def judge(
-    scenario: Scenario, cases: Sequence[Case], runs: Runs, slo: SLOConfig | None
-) -> Judgement:
-    """Return what the runs of one scenario say.
+class Judgement:
+    """The verdict on a scenario.
 
     The choice begins with the first router, and goes on to one that needs to know more only if
     that is measurably better than the chosen one, by `WORTH` at least; one that looks ahead must
     be so against the best router without lookahead too. One that knows the truth is never chosen.
-    """
-    figure = judged_figure(scenario, slo)
-    today = choice = cases[0]
-    over_today = {case.key: gain(runs[case.key], runs[today.key], figure) for case in cases}
 
-    def best(*knowledge: str) -> Case:
-        return max(
-            (case for case in cases if case.knows in knowledge),
-            key=lambda case: over_today[case.key].mean,
+    With arrivals in time every router finishes what arrives, so throughput says nothing there; an
+    overloaded cluster's requests arrive when there is room for them, and latency does not.
+
+    Attributes:
+        scenario: which.
+        runs: of its cases.
+        figure: that is judged: throughput when overloaded, else goodput or mean latency.
+        today: the count-based router that everything is compared with.
+        over_today: gain over ``today`` of every router, by its key.
+        blind: the best router without lookahead.
+        loads: the best router by loads.
+        ages: the best that looks ahead with Kaplan-Meier given age.
+        by_load: gain of ``loads`` over ``today``.
+        ahead: gain over ``blind`` of each router that looks ahead, by its key.
+        choice: the recommended router.
+    """
+
+    def __init__(
+        self, scenario: Scenario, cases: Sequence[Case], runs: Runs, slo: SLOConfig | None
+    ) -> None:
+        self.scenario = scenario
+        self.runs = runs
+        served = "latency" if slo is None else "goodput"
+        self.figure = "throughput" if scenario.load is None else served
+        self.today = self.choice = cases[0]
+        self.over_today = {case.key: self._gain(case, self.today) for case in cases}
+
+        def best(*knowledge: str) -> Case:
+            known = [case for case in cases if case.knows in knowledge]
+            return max(known, key=lambda case: self.over_today[case.key].mean)
+
+        self.blind = best("counts", "loads")
+        self.loads = best("loads")
+        self.ages = best("ages")
+        self.by_load = self.over_today[self.loads.key]
+        self.ahead = {
+            case.key: self._gain(case, self.blind)
+            for case in cases
+            if case.knows in ("ages", "forecasts", "truth")
+        }
+        for case in cases[1:]:
+            if case.knows == "truth" or (case.key in self.ahead and not self.ahead[case.key].pays):
+                continue
+            if self._gain(case, self.choice).pays:
+                self.choice = case
+
+    def _gain(self, case: Case, base: Case) -> Gain:
+        return gain(self.runs[case.key], self.runs[base.key], self.figure)
+
+    def mean_of(self, figure: str) -> float:
+        """Return the mean of a figure over the runs of the best router without lookahead."""
+        return float(np.mean([run[figure] for run in self.runs[self.blind.key].values()]))
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Its values as JSON takes them, with the figures of all routers."""
+        base = self.runs[self.today.key]
+        return {
+            "clock": self.scenario.clock,
+            "load": self.scenario.load,
+            "rate_scale": self.scenario.scale,
+            "capacity_requests_per_s": self.scenario.capacity,
+            "judged_by": self.figure,
+            "compared_with": self.today.key,
+            "best_without_lookahead": self.blind.key,
+            "lookahead_gain": _plain(self.ahead),
+            "recommended": self.choice.key,
+            "recommended_policy": {"name": self.choice.policy} | self.choice.options,
+            "routers": {
+                key: {
+                    "gain": gain(runs, base, self.figure).plain,
+                    **summarise([dict(run) for run in runs.values()]).plain,
+                }
+                for key, runs in self.runs.items()
+            },
+        }
+
+
+class Quality:
+    """Gains of bfio over the best router without lookahead, by the quality of its forecasts.
+
+    Attributes:
+        judgement: of the scenario that they were simulated in.
+        gains: title of the forecast -> gain; "σ 0" is the truth, "real" the measured quality.
+        sigma: spread of forecasts of that quality.
+        lasts: largest σ up to which all gains are measurable; None if not even the truth's is.
+    """
+
+    def __init__(self, judgement: Judgement, titles: Sequence[str], sigma: float) -> None:
+        """Judge titles of forecasts from good to bad, "σ 0.25" and so on, and of others."""
+        self.judgement = judgement
+        self.sigma = sigma
+        self.lasts: float | None = None
+        runs, blind, figure = judgement.runs, judgement.blind.key, judgement.figure
+        self.gains = {"σ 0": judgement.ahead["bfio_oracle"]}
+        self.gains |= {
+            title: gain(runs[title], runs[blind], figure) for title in titles if title in runs
+        }
+        for noise, value in self.noisy.items():
+            if not value.better:
+                break
+            self.lasts = noise
+        self.gains["real"] = judgement.ahead["bfio_measured"]
+
+    @property
+    def noisy(self) -> dict[float, Gain]:
+        """Gains by the spread of the forecasts' error."""
+        spread = {t: float(t.split()[1]) for t in self.gains if t.startswith("σ")}
+        return {spread[title]: self.gains[title] for title in spread}
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Its values as JSON takes them."""
+        return {
+            "scenario": self.judgement.scenario.key,
+            "judged_by": self.judgement.figure,
+            "compared_with": self.judgement.blind.key,
+            "real_sigma": self.sigma,
+            "measurable_up_to_sigma": self.lasts,
+            "gains": _plain(self.gains),
+        }
+
+
+class OrderGains:
+    """Gains of boosts over the order of arrival, by what they know.
+
+    Attributes:
+        clock: of the instances.
+        latency: key of the case → gain in mean latency.
+        tail: key of the case → gain in P99 latency.
+        pays: key of the case that is recommended; None where none gains measurably. One that needs
+            forecasts must gain more than one that does not.
+    """
+
+    def __init__(self, clock: Clock, cases: Sequence[Case], runs: Runs) -> None:
+        self.clock = clock
+        self.pays: str | None = None
+        base, *others = (case.key for case in cases)
+        self.latency, self.tail = (
+            {key: gain(runs[key], runs[base], figure) for key in others}
+            for figure in ("latency", "latency_p99")
         )
+        for key in others[:-1]:
+            if gain(runs[key], runs[self.pays or base], "latency").pays:
+                self.pays = key
 
-    blind = best("counts", "loads")
-    ahead = {
-        case.key: gain(runs[case.key], runs[blind.key], figure)
-        for case in cases
-        if case.knows in ("ages", "forecasts", "truth")
-    }
-    for case in cases[1:]:
-        if case.knows == "truth" or (case.key in ahead and not ahead[case.key].pays):
-            continue
-        if gain(runs[case.key], runs[choice.key], figure).pays:
-            choice = case
-    loads = best("loads")
-    served = list(runs[blind.key].values())
-    return Judgement(
-        scenario=scenario,
-        figure=figure,
-        today=today,
-        blind=blind,
-        loads=loads,
-        ages=best("ages"),
-        by_load=over_today[loads.key],
-        ahead=ahead,
-        choice=choice,
-        wait_p95=float(np.mean([run["wait_p95"] for run in served])),
-        step=float(np.mean([run["tpot"] for run in served])),
-    )
+    @property
+    def promising(self) -> str:
+        """What is recommended; where nothing is, what gained most without the true lengths."""
+        known = list(self.latency)[:-1]
+        return self.pays or max(known, key=lambda key: self.latency[key].mean)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Its values as JSON takes them."""
+        return {
+            "clock": self.clock,
+            "load": ORDER_LOAD,
+            "recommended": self.pays,
+            "latency_gain": _plain(self.latency),
+            "latency_p99_gain": _plain(self.tail),
+        }
 
 
-def judge_quality(judgement: Judgement, titles: Sequence[str], runs: Runs, sigma: float) -> Quality:
-    """Return how good forecasts must be in the scenario of a judgement.
+class Traded(NamedTuple):
+    """An order of service, and its gains over the order of arrival.
 
-    Args:
-        judgement: of the scenario.
-        titles: of forecasts from good to bad, "σ 0.25" and so on, and of others.
-        runs: of each title, of the ladder's "bfio_oracle" and "bfio_measured", and of the base.
-        sigma: of "bfio_measured".
+    Attributes:
+        order: {name, ...}.
+        mean: gain in mean latency.
+        tail: gain in P99 latency.
     """
-    base, figure = runs[judgement.blind.key], judgement.figure
-    gains = {"σ 0": judgement.ahead["bfio_oracle"]}
-    gains |= {title: gain(runs[title], base, figure) for title in titles if title in runs}
-    lasts = None
-    for title, value in gains.items():
-        if not title.startswith("σ"):
-            continue
-        if not value.better:
-            break
-        lasts = float(title.split()[1])
-    gains["real"] = judgement.ahead["bfio_measured"]
-    return Quality(judgement.scenario, figure, judgement.blind, gains, sigma, lasts)
+
+    order: dict[str, Any]
+    mean: Gain
+    tail: Gain
 
 
-def order_gains(clock: Clock, cases: Sequence[Case], runs: Runs) -> OrderGains:
-    """Return what the runs say; one that needs forecasts must gain more than one that does not."""
-    base, others = cases[0].key, [case.key for case in cases[1:]]
-    latency, tail = (
-        {key: gain(runs[key], runs[base], figure) for key in others}
-        for figure in ("latency", "latency_p99")
-    )
-    pays = None
-    for key in others[:-1]:
-        if gain(runs[key], runs[pays or base], "latency").pays:
-            pays = key
-    return OrderGains(clock, latency, tail, pays)
+class Frontier:
+    """Orders from `boost` to `shortest`: each has a shorter mean, and a longer tail.
+
+    Attributes:
+        knows: key of the case that they are of.
+        points: the orders with their gains.
+        tail: P99 latency that is accepted, relative to that of the order of arrival.
+        chosen: order with the shortest mean that keeps to it; None where none gains measurably.
+    """
+
+    def __init__(
+        self, knows: str, cases: Sequence[Case], base: BySeed, runs: Runs, tail: float
+    ) -> None:
+        self.knows, self.tail = knows, tail
+        self.points = [
+            Traded(
+                case.order,
+                gain(runs[case.key], base, "latency"),
+                gain(runs[case.key], base, "latency_p99"),
+            )
+            for case in cases
+        ]
+        kept = [one for one in self.points if one.mean.pays and 1.0 - one.tail.mean <= tail]
+        best = max(kept, key=lambda one: one.mean.mean, default=None)
+        self.chosen = None if best is None else best.order
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Its values as JSON takes them."""
+        return {
+            "knows": self.knows,
+            "tail": self.tail,
+            "chosen": self.chosen,
+            "points": [
+                {
+                    "order": one.order,
+                    "latency_gain": one.mean.plain,
+                    "latency_p99_gain": one.tail.plain,
+                }
+                for one in self.points
+            ],
+        }
+
+
+def _plain(gains: Mapping[str, Gain]) -> dict[str, Any]:
+    return {key: value.plain for key, value in gains.items()}

@@ -166,10 +166,10 @@ class PrefillConfig(
             time), or chunked (each instance mixes chunks of prompts into its decode steps).
         instances: servers of a prefill stage.
         max_batched_tokens: Tokens of a step with chunked prefill, decoded tokens included.
-        formation: of a step with chunked prefill. sarathi takes every decode, and of prompts
-            what the token budget leaves; fairbatching takes urgent decodes, prompts, other
-            decodes, within the time that the objectives leave; with fairbatching_tokens that is
-            a number of tokens, with fairbatching_fixed token_budget.
+        formation: How a step with chunked prefill is formed. With sarathi, it takes every decode,
+            and as many prompt tokens as the token budget leaves. With fairbatching, it takes urgent
+            decodes, prompts, other decodes, within the time that the objectives leave. With
+            fairbatching_tokens that is a number of tokens, with fairbatching_fixed token_budget.
         token_budget: Token budget of formations that have a fixed one. If not set,
             max_batched_tokens.
         expected_context: context tokens that fairbatching_tokens takes any batch to read, since
@@ -314,12 +314,13 @@ class SLOConfig(_Section, ttft_s=POSITIVE, tpot_s=POSITIVE):
     Attributes:
         ttft_s: longest time to the first token, in seconds.
         tpot_s: longest time per output token after it, in seconds.
-        tpot: of a request: the mean time between its tokens; or the worst running mean,
-            max over j of (t_j − t_0) / j; or that with the time at which its first token was due
-            for t_0: at most tpot_s if every token came by its deadline,
-            arrival + ttft_s + j · tpot_s.
-        deadlines: of tokens after the first, that FairBatching and its budget go by: arrival has
-            them so; first_token at t_0 + j · tpot_s, however early or late t_0 was.
+        tpot: How a request's TPOT is measured. With mean, it is the mean time between its tokens.
+            With worst, it is the worst running mean, max over j of (t_j − t_0) / j. With deadline,
+            it is the same, but t_0 is the time at which its first token was due. It is then at most
+            tpot_s if every token came by its deadline, arrival + ttft_s + j · tpot_s.
+        deadlines: Deadlines of tokens after the first, for FairBatching and its budget. With
+            arrival they are as above. With first_token they are at t_0 + j · tpot_s, however early
+            or late t_0 was.
     """
 
     ttft_s: float
@@ -335,9 +336,9 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
     Attributes:
         cluster: the decode instances.
         clock: barrier (all instances step together, as with expert parallelism) or independent.
-        dispatch: pool (requests wait centrally until a slot is free) or instant (each goes to an
-            instance's queue as it arrives, or at the next decision of a policy that decides at
-            intervals).
+        dispatch: With pool, requests wait centrally until a slot is free. With instant, each goes
+            to an instance's queue as it arrives, or at the next decision of a policy that decides
+            at intervals.
         pool: the pool of requests that wait for a place.
         prefill: where prompts are computed.
         admission: which requests instances turn away.
@@ -359,7 +360,8 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
         slo: {ttft_s, tpot_s} that goodput counts, and that deadlines come from; null leaves it
             out.
         max_steps: stop after this many steps even if requests are left; null runs to the end.
-        max_seconds: end at that time of the simulation though requests are left; likewise.
+        max_seconds: end at this time of the simulation even if requests are left; null runs to the
+            end.
     """
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -452,7 +454,7 @@ class SimulationConfig(_Section, seeds=COUNT, max_steps=COUNT, max_seconds=POSIT
         return policy_choices(self.migration.planners, "migration.planners")
 
     def order_choices(self) -> list[PolicyChoice]:
-        """Return the orders of service, likewise."""
+        """Return the scheduling orders, likewise."""
         return policy_choices(self.orders, "orders")
 
     def candidate_choices(self) -> list[CandidateChoice]:

@@ -8,17 +8,15 @@ import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.batching.batch_formation import form_batch, prefill_budget
+from rescheduler.simulator.config.rules import Prefill, Rules, Suspends
 from rescheduler.simulator.engine.engine_state import (
     MIGRATED,
     NEVER,
     NONE,
     PREEMPTED,
     Cluster,
-    Prefill,
     Rests,
-    Rules,
     Series,
-    Suspends,
 )
 from rescheduler.simulator.engine.slots import (
     admit,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from predictor.compilation import compiled_core, compiled_inline
 from rescheduler.routing.policy import Kernel
+from rescheduler.simulator.config.rules import Rules
 from rescheduler.simulator.engine.decode_step import (
     BatchArrays,
     end_step,
@@ -25,7 +26,6 @@ from rescheduler.simulator.engine.engine_state import (
     Cluster,
     PolicyState,
     Rests,
-    Rules,
     Series,
     Wanted,
 )

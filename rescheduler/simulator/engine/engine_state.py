@@ -1,4 +1,4 @@
-"""The arrays of one simulation: its rules, and the records that the engine keeps and moves on."""
+"""The arrays of one simulation: the records that the engine keeps and moves on."""
 
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import numpy.typing as npt
 from rescheduler.ordering.kernel import LATENCIES, OrderParameters, Waiting, new_waiting
 from rescheduler.routing.inputs import RoutingInputs, new_routing_inputs
 from rescheduler.routing.policy import Needs, RoutingPolicy
-from rescheduler.simulator.config.service_rules import ServiceRules
+from rescheduler.simulator.config.rules import Rules
 from rescheduler.simulator.forecasts.forecast_arrays import ForecastArrays
 
 FloatArray = npt.NDArray[np.float64]
@@ -64,6 +64,7 @@ REQUEST = np.dtype(
         ("entered", np.int64),  # steps counted when it came into the pool
         ("admitted", np.int64),  # serial number of its admission
         ("until", np.int64),  # steps to which others pass it; once it is back, it is kept
+        ("allowed", np.int64),  # steps for which others may pass it yet, NONE before they have
         ("rest", np.float64),  # tokens that it was expected to generate when it was suspended
         ("preemptions", np.int64),
         ("migrations", np.int64),
@@ -234,32 +235,6 @@ FIRST_POOL = 512
 
 NEVER = np.iinfo(np.int64).max
 
-
-class Prefill(IntEnum):
-    """Where prompts are computed: before the simulation, on instances of its own, or in place."""
-
-    NONE = 0
-    STAGE = 1
-    CHUNKED = 2
-
-
-class Batching(IntEnum):
-    """The order in which an instance starts what was placed on it."""
-
-    FCFS = 0
-    BIN_PACKING = 1
-    LEAST_WORK_LEFT = 2
-
-
-class Suspends(IntEnum):
-    """Whom an instance suspends when its KV cache is full; as `Victim` has it."""
-
-    NEWEST = 0
-    REST = 1
-    AGE = 2
-    CONTEXT = 3
-
-
 PREEMPTED, MIGRATED = 0, 1
 """Why a request that has been started waits in a queue, before all that have not."""
 
@@ -270,44 +245,6 @@ ITL_BINS_PER_E = _HISTOGRAM_BINS / np.log(_LONGEST_ITL / SHORTEST_ITL)
 """Bins of the histogram of inter-token latencies in a factor of e."""
 _FIRST_ROWS = 4096
 _OUTPUT_ROWS = 8_192  # few enough to stay in a core's cache
-
-
-class Rules(NamedTuple):
-    """How the cluster works; as in `SimulationConfig`, with numbers for names.
-
-    ``instant``: each request is decided on as it arrives. ``queueing``: it goes to an instance's
-    queue whether or not there is a place for it. ``decide_every``: seconds between two decisions; 0
-    to decide whenever something happens. ``prefix_caching``: a preempted request finds again what
-    has not been overwritten. ``lost_tokens``: of the KV cache, to each request of an instance,
-    since blocks are not full; policies do not know of them. ``dispatch_seconds``: from a request's
-    placement until its instance can admit it. ``plan_every``: steps of all instances
-    between two plans of migrations; 0 for none. ``suspends``: see `Suspends`.
-    """
-
-    n_instances: int
-    slots: int
-    kv_capacity: int
-    barrier: bool
-    instant: bool
-    queueing: bool
-    decide_every: float
-    pool_limit: int
-    revelation: bool
-    prefill: int
-    batching: int
-    drift: IntArray
-    most_growth: int
-    handshake_seconds: float
-    tokens_per_second: float
-    block_tokens: int
-    prefix_caching: bool
-    lost_tokens: int
-    dispatch_seconds: float
-    max_steps: int
-    max_seconds: float
-    plan_every: int
-    suspends: int
-    service: ServiceRules
 
 
 class Sharing(NamedTuple):

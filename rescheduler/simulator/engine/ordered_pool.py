@@ -24,13 +24,12 @@ from rescheduler.ordering.kernel import (
     sort_by_key,
     tail_rate,
 )
+from rescheduler.simulator.config.rules import Prefill, Rules
 from rescheduler.simulator.engine.engine_state import (
     NONE,
     Arrivals,
     Cluster,
     PolicyState,
-    Prefill,
-    Rules,
 )
 from rescheduler.simulator.forecasts.forecast_arrays import (
     ONCE,

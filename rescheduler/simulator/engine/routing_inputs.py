@@ -14,7 +14,8 @@ from rescheduler.routing.inputs import (
     limit_placements,
     new_routing_inputs,
 )
-from rescheduler.simulator.engine.engine_state import NONE, Arrivals, Cluster, PolicyState, Rules
+from rescheduler.simulator.config.rules import Rules
+from rescheduler.simulator.engine.engine_state import NONE, Arrivals, Cluster, PolicyState
 from rescheduler.simulator.engine.ordered_pool import expected_left
 from rescheduler.simulator.engine.slots import occupied
 from rescheduler.simulator.forecasts.forecast_arrays import (

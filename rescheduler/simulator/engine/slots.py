@@ -5,18 +5,15 @@ from math import inf, isnan
 import numpy as np
 
 from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.simulator.config.rules import Batching, Prefill, Rules, Suspends
 from rescheduler.simulator.engine.engine_state import (
     MIGRATED,
     NEVER,
     NONE,
     PREEMPTED,
     Arrivals,
-    Batching,
     Cluster,
-    Prefill,
     Rests,
-    Rules,
-    Suspends,
     Wanted,
 )
 from rescheduler.simulator.engine.ordered_pool import settle_account, wait_for_account
@@ -326,6 +323,7 @@ def land_migrations(cluster: Cluster) -> None:
         request.landed = request.generated
         request.resumes = MIGRATED
         request.until = 0  # of steps elsewhere
+        request.allowed = NONE
         scalars.migrations += 1
         queue_first(cluster, move.request, move.target)
     scalars.moving = kept
@@ -415,6 +413,7 @@ def _take(rules: Rules, cluster: Cluster, arrivals: Arrivals) -> int:
     request.migrations = 0
     request.landed = NONE
     request.until = 0
+    request.allowed = NONE
     request.rest = 0.0
     request.target = NONE
     request.next = NONE

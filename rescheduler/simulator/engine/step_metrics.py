@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.simulator.config.rules import Rules
 from rescheduler.simulator.config.simulation_config import PowerConfig
 from rescheduler.simulator.engine.engine_state import (
     ITL_BINS_PER_E,
     NEVER,
     SHORTEST_ITL,
     Cluster,
-    Rules,
     Series,
 )
 from rescheduler.step_time.step_time import StepTime, step_seconds

@@ -6,13 +6,12 @@ The rules of `rescheduler.ordering.victims`, on the engine's arrays.
 from math import exp
 
 from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.simulator.config.rules import Rules, Suspends
 from rescheduler.simulator.engine.engine_state import (
     NONE,
     Cluster,
     FloatArray,
     Rests,
-    Rules,
-    Suspends,
 )
 from rescheduler.simulator.forecasts.forecast_arrays import NONE as NO_FORECAST
 from rescheduler.simulator.forecasts.forecast_arrays import expected_remaining
@@ -20,9 +19,11 @@ from rescheduler.simulator.forecasts.forecast_arrays import expected_remaining
 LOOKED_STEPS, LOOKED_AT = 8, 16
 """Steps between two looks for room, and suspended requests that each looks at."""
 _LONGEST_SUSPENSION, _SHORTEST_LIMIT = 2.0, 256.0
-"""Steps for which one is passed by, as a multiple of its expected rest, and at least."""
+"""Steps for which one is passed by, as a multiple of its expected rest, and at least. The rest is
+the forecast's or that of its age, whichever is shorter."""
 _RECOMPUTED = 64.0
 """Tokens of context that are computed again in the time of about a step."""
+_FOR_GOOD = 1 << 62
 _HORIZONS = 16
 
 
@@ -31,19 +32,33 @@ def expected_rest(
     rules: Rules, rests: Rests, cluster: Cluster, g: int, row: int, generated: int, context: int
 ) -> float:
     """Return the tokens that a request is expected to generate yet, at least 1."""
+    if rules.suspends == Suspends.AGE or rests.forecast.kind == NO_FORECAST:
+        return rest_by_age(rests, cluster, g, row, generated, context)
     request = cluster.requests[row]
-    if rules.suspends != Suspends.AGE and rests.forecast.kind != NO_FORECAST:
-        rest = expected_remaining(
-            rests.forecast, request.number, request.template, generated, request.output
-        )
-    elif rests.known[g] == 0:
+    rest = expected_remaining(
+        rests.forecast, request.number, request.template, generated, request.output
+    )
+    return _capped(rests, request.template, generated, rest)
+
+
+@compiled_core
+def rest_by_age(
+    rests: Rests, cluster: Cluster, g: int, row: int, generated: int, context: int
+) -> float:
+    """Return the rest that others of a request's age had, at least 1."""
+    if rests.known[g] == 0:
         rest = float(context)
     elif generated < rests.known[g]:
         rest = rests.by_age[g, generated]
     else:
         rest = float(generated)
+    return _capped(rests, cluster.requests[row].template, generated, rest)
+
+
+@compiled_inline
+def _capped(rests: Rests, template: int, generated: int, rest: float) -> float:
     if len(rests.caps) > 0:
-        rest = min(rest, float(rests.caps[request.template] - generated))
+        rest = min(rest, float(rests.caps[template] - generated))
     return max(rest, 1.0)
 
 
@@ -77,9 +92,12 @@ def longest_rest(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> int:
 def suspend(rules: Rules, rests: Rests, cluster: Cluster, row: int, g: int) -> None:
     """Put a preempted request among those that others may pass, in the order of their limits."""
     instance, request = cluster.instances[g], cluster.requests[row]
-    rest = expected_rest(rules, rests, cluster, g, row, request.generated, request.context)
-    request.rest = rest
-    request.until = instance.steps + round(max(_LONGEST_SUSPENSION * rest, _SHORTEST_LIMIT))
+    generated, context = request.generated, request.context
+    request.rest = expected_rest(rules, rests, cluster, g, row, generated, context)
+    sure = min(request.rest, rest_by_age(rests, cluster, g, row, generated, context))
+    limit = round(max(_LONGEST_SUSPENSION * sure, _SHORTEST_LIMIT))
+    request.allowed = limit if request.allowed == NONE else min(limit, request.allowed)
+    request.until = instance.steps + request.allowed
     previous, other = NONE, instance.suspended
     while other != NONE and cluster.requests[other].until <= request.until:
         previous, other = other, cluster.requests[other].next
@@ -92,12 +110,32 @@ def suspend(rules: Rules, rests: Rests, cluster: Cluster, row: int, g: int) -> N
     instance.queued_tokens += request.context
 
 
-@compiled_inline
+@compiled_core
+def _keeps_one(cluster: Cluster, g: int) -> bool:
+    """Return whether a request runs on an instance that is protected for good."""
+    instance = cluster.instances[g]
+    for slot in range(instance.decoding):
+        if cluster.requests[cluster.slot_request[g, slot]].until == _FOR_GOOD:
+            return True
+    row = instance.filling
+    while row != NONE:
+        if cluster.requests[row].until == _FOR_GOOD:
+            return True
+        row = cluster.requests[row].next
+    return False
+
+
+@compiled_core
 def keep_for_a_while(cluster: Cluster, row: int, g: int) -> None:
-    """Protect a request that is back until it has gained what it costs to compute it anew."""
-    request = cluster.requests[row]
-    gained = min(request.rest, request.context / _RECOMPUTED)
-    request.until = cluster.instances[g].steps + round(gained)
+    """Protect a request that is back until it has gained what it costs to compute it anew.
+
+    One that others passed for as long as they may, in all, is protected for good: one at a time.
+    """
+    request, steps = cluster.requests[row], cluster.instances[g].steps
+    request.allowed = max(0, request.until - steps)
+    gained = round(min(request.rest, request.context / _RECOMPUTED))
+    for_good = request.allowed == 0 and not _keeps_one(cluster, g)
+    request.until = _FOR_GOOD if for_good else steps + gained
 
 
 @compiled_core
@@ -114,7 +152,7 @@ def bring_back(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> None:
     if not idle and instance.steps - instance.looked < LOOKED_STEPS:
         return
     instance.looked = instance.steps
-    n = _list_running(rules, rests, cluster, g)
+    n, waits = _list_running(rules, rests, cluster, g), _keeps_one(cluster, g)
     room = rules.kv_capacity - instance.load - instance.arriving_tokens - instance.leaving_tokens
     room -= rules.lost_tokens * (n + instance.arriving)
     first, last, previous = NONE, NONE, NONE
@@ -128,7 +166,7 @@ def bring_back(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> None:
         rests.rests[n] = request.rest
         fits = request.context + rules.lost_tokens <= room
         fits = fits and peak(rests.contexts, rests.rests, n + 1) <= rules.kv_capacity
-        due = idle or request.until <= instance.steps
+        due = idle or (request.until <= instance.steps and not waits)
         if fits or (due and first == NONE):
             n += 1
             room -= request.context + rules.lost_tokens

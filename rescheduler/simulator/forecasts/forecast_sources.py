@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from predictor.forecasts.forecast_recording import ForecastRecording, read_recording
 from predictor.forecasts.forecast_sensitivity import STAR_BINS, star_bins
 from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 from rescheduler.cluster.registry import COUNT, NOT_NEGATIVE, Checked, Registry
@@ -20,12 +21,7 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     ForecastArrays,
 )
 from rescheduler.simulator.forecasts.past_lengths import PastLearner, past_curves
-from rescheduler.simulator.workloads.forecast_recording import (
-    ForecastRecording,
-    ReplayTrace,
-    read_recording,
-)
-from rescheduler.simulator.workloads.trace import Trace
+from rescheduler.simulator.workloads.trace import ReplayTrace, Trace
 
 IntArray = npt.NDArray[np.int64]
 
@@ -310,7 +306,7 @@ class Replay(ForecastSource, interval=COUNT):
         if self.reads == "prompts" and recorded.prompt_curves is None:
             raise ValueError(
                 f"replay: {self.recording} has no forecasts of prompts; record it again with "
-                "`headway record --prompt-checkpoint`"
+                "`headway evaluate --forecasts FILE --prompt-checkpoint`"
             )
 
     @property

@@ -1,11 +1,15 @@
 """Requests as the simulator reads them: streams of blocks of arrival times and lengths."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from predictor.forecasts.forecast_recording import ForecastRecording, read_recording
+from rescheduler.cluster.registry import COUNT, Checked
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -212,3 +216,39 @@ class ResampledTrace:
         if len(gaps) > 1:
             gaps[0] = gaps[1:].mean()
         return gaps
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayTrace(Checked, requests=COUNT):
+    """Recorded requests, drawn with replacement: their lengths are those that were forecast.
+
+    A block's ``template`` is the request's number in the recording, which the forecast source
+    ``replay`` of the same file looks up.
+
+    Attributes:
+        recording: path of a recording of forecasts.
+        requests: how many are drawn.
+        recorded: what is in the recording.
+    """
+
+    name: ClassVar[str] = "replay"
+    has_arrivals: ClassVar[bool] = False
+
+    recording: str | Path
+    requests: int = 10_000
+    recorded: ForecastRecording = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Read the recording."""
+        object.__setattr__(self, "recorded", read_recording(Path(self.recording)))
+        super().__post_init__()
+
+    def _section(self) -> str:
+        return f"{self.name}: "
+
+    def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
+        """Yield all requests, at most `BLOCK_REQUESTS` at a time."""
+        prompt, output = self.recorded.prompt, self.recorded.output
+        for size in block_sizes(self.requests):
+            template = generator.integers(0, len(output), size)
+            yield lengths_block(prompt[template], output[template], template)

@@ -60,6 +60,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "serviceAccountName": "headway",
     },
     "replicas": {"prefill": {"replicas": 0}, "decode": {"replicas": 2}},
+    "emulated": yaml.safe_load((CHART / "values-emulated.yaml").read_text()),
     "cpu": {"prefill": {"gpus": 0}, "decode": {"gpus": 0}, "engine": {"dtype": "float32"}},
     "proxies": {
         "keys": {"existingSecret": "headway-keys"},
@@ -84,15 +85,10 @@ VALUES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered release.
+    """A rendered release."""
 
-    Attributes:
-        objects: its manifests.
-        notes: what an installation prints.
-    """
-
-    objects: list[Object]
-    notes: str
+    objects: list[Object]  # its manifests
+    notes: str  # what an installation prints
 
     def of_kind(self, kind: str) -> dict[str, Object]:
         """Return the objects of a kind by their names."""
@@ -152,7 +148,7 @@ class Rendered:
         return {
             component
             for component in self.workloads
-            if _matches(selector, self.pod(component)["metadata"]["labels"])
+            if matches(selector, self.pod(component)["metadata"]["labels"])
         }
 
 
@@ -178,7 +174,8 @@ def rendered(which: str, **values: Any) -> Rendered:
     return render(REQUIRED | VALUES[which] | values)
 
 
-def _matches(selector: Object, labels: dict[str, str]) -> bool:
+def matches(selector: Object, labels: dict[str, str]) -> bool:
+    """Return whether a label selector selects what has these labels."""
     expressions = selector.get("matchExpressions", [])
     assert all(expression["operator"] == "In" for expression in expressions)
     return selector.get("matchLabels", {}).items() <= labels.items() and all(

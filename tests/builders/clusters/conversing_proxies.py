@@ -10,36 +10,34 @@ import pytest
 from coordinating import shared_by_sessions
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from live_requests import TOKENIZER, instance_state
 
 from rescheduler.coordination.coordinated_cluster import CoordinatedDispatcher, WatchedPlacements
 from rescheduler.coordination.link import FAR, Link
 from rescheduler.coordination.messages import CoordinationError, Notice, RefusedMessages, Report
 from rescheduler.coordinator.coordinator import Sessions
 from rescheduler.coordinator.session import Mirror, Session
-from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS, ClientRequest
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.live_request import (
+from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placeable import MoveOutcome, Placeable
+from rescheduler.placement.request_states import (
     Copying,
     Decoding,
     Landing,
-    LiveRequest,
     Placed,
     Prefilling,
     Waiting,
 )
-from rescheduler.placement.placeable import MoveOutcome, Placeable
 from rescheduler.step_time.profile import MeanStepTime
 from rescheduler.transfer.control_client import ControlClient
 
 OPTIONS = ProxyOptions(prefill_concurrency=2, ahead=4, pool=64, pool_seconds=3600.0)
 SILENT, LOST, BEAT = 1.5, 10.0, 0.25
 DIGEST = "digest"
-TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
 CLIENT = read_request(COMPLETIONS, b'{"prompt": "a a a a a a a a", "max_tokens": 100}')
 
 
@@ -47,10 +45,7 @@ def instances() -> list[InstanceState]:
     """Each process knows them by objects of its own."""
     named = ["prefill-0", "decode-0", "decode-1", "decode-2"]
     control = cast(ControlClient, object())  # that there is one lets requests move
-    return [
-        InstanceState(Instance(name, name.partition("-")[0], f"http://{name}:1"), OPTIONS, control)  # type: ignore[arg-type]
-        for name in named
-    ]
+    return [instance_state(name, name.partition("-")[0], OPTIONS, control) for name in named]
 
 
 class Proxy:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from routing_views import cluster
+from routing_views import cluster, view_of
 
 from predictor.forecasts.forecast import PointForecast, SurvivalForecast
 from rescheduler.cluster.cluster_view import CANNOT_MOVE, NEVER_MOVED, UNLIMITED, ClusterView
@@ -40,19 +40,13 @@ def views(draw: st.DrawFn) -> ClusterView:
     prompt, generated = generator.integers(0, 200, n), generator.integers(1, 60, n)
     load = np.bincount(instance, weights=prompt + generated, minlength=g).astype(np.int64)
     room = draw(st.sampled_from([0, 60, 400, int(UNLIMITED)]))
-    none = np.empty(0, dtype=np.int64)
     since = generator.choice([0, 3, 50, int(NEVER_MOVED), int(CANNOT_MOVE)], n)
-    return ClusterView(
-        slots=np.bincount(instance, minlength=g) + draw(st.integers(0, 2)),
+    return view_of(
+        np.bincount(instance, minlength=g) + draw(st.integers(0, 2)),
+        instance,
+        prompt,
         kv_capacity=load + generator.integers(0, room + 1, g),
-        queued=np.zeros(g, dtype=np.int64),
-        instance=instance,
-        prompt_tokens=prompt,
         generated_tokens=generated,
         forecast=forecast,
-        waiting_prompt_tokens=none,
-        waiting_generated_tokens=none,
-        waiting_forecast=PointForecast.new([]),
-        waited_steps=none,
         since_move=since if draw(st.booleans()) else None,
     )

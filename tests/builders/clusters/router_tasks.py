@@ -15,20 +15,14 @@ TASK = RouterConfig(edges=(0, 64, 256), max_seconds=60.0)
 
 def small_config(**changes: Any) -> SimulationConfig:
     """Two instances whose memory holds a few requests, and forty requests."""
+    prompts = {"name": "lognormal", "prompt_median": 60, "prompt_max": 400}
     values: dict[str, Any] = {
         "cluster": {"instances": 2, "slots": 16, "kv_capacity": 1000},
         "clock": "independent",
         "dispatch": "instant",
         "prefill": {"kind": "chunked", "max_batched_tokens": 1024},
         "step_time": {"name": "batch", "a": 0.02, "b": 3.2e-4, "c": 0.0},
-        "trace": {
-            "name": "lognormal",
-            "requests": 40,
-            "prompt_median": 60,
-            "prompt_max": 400,
-            "output_median": 40,
-            "output_max": 500,
-        },
+        "trace": prompts | {"requests": 40, "output_median": 40, "output_max": 500},
         "arrivals": {"kind": "poisson", "rate": 10.0},
         "forecast": {"name": "noisy", "sigma": 0.3},
         "policies": "round_robin",

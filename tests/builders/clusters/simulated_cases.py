@@ -98,13 +98,7 @@ def engine_setup(
     )
     none = np.empty(0)
     step_time = StepTime(
-        reference.a,
-        reference.b,
-        reference.c,
-        reference.mean_context,
-        none,
-        none,
-        np.empty((0, 0)),
+        reference.a, reference.b, reference.c, reference.mean_context, none, none, np.empty((0, 0))
     )
     return RunSetup(config, ListedTrace(requests), forecast or Oracle(), step_time)
 

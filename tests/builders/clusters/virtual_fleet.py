@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from live_requests import instance_state
 
+from benchmarks.support.engine_states import engine_state
 from rescheduler.emulation.emulate_options import AnswerLengths, ForecastQuality, StepSeconds
 from rescheduler.emulation.length_posterior import forecast_edges, posterior_survival
 from rescheduler.finish_times.finish_times import FinishTimes, Observed
@@ -22,7 +23,6 @@ from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable, Placements
 from rescheduler.telemetry.telemetry_view import SURVIVAL_SCALE, ForecastBatch
-from rescheduler.transfer.control_messages import EngineState
 
 _K = 20
 
@@ -66,13 +66,8 @@ class _Telemetry:
 class VirtualRun:
     """One run; `run` it to its end.
 
-    Args:
-        admit: is asked whether a request is taken when it arrives; it may give it a promise.
-        observed: is told what came of each forecast.
-        ended: is told of each request that has ended.
-
-    Attributes:
-        finished: when each request had its last token.
+    ``observed`` is told what came of each forecast, and ``ended`` of each request that has ended.
+    ``admit`` is asked whether a request is taken when it arrives; it may give it a promise.
     """
 
     def __init__(
@@ -101,32 +96,15 @@ class VirtualRun:
             lambda: self.now,
         )
         self.finish_times = FinishTimes(load, self._forecasts, lambda: self.now, observed)
-        self.finished: dict[str, float] = {}
+        self.finished: dict[str, float] = {}  # when each request had its last token
         self._errors: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._edges = forecast_edges(fleet.law)
 
     def _instance(self, g: int) -> InstanceState:
         one = instance_state(f"decode-{g}")
-        one.engine = EngineState(  # as its control socket would say
-            number=0,
-            version="0.32.0",
-            model="virtual",
-            dtype="bfloat16",
-            kv_dtype="auto",
-            kv_groups=False,
-            tensor_parallel=1,
-            block_size=16,
-            max_num_seqs=self.fleet.slots,
-            max_model_len=1 << 17,
-            prefix_caching=False,
-            num_blocks=self.fleet.kv_tokens // 16,
-            free_blocks=0,
-            running=0,
-            waiting=0,
-            frozen=[],
-            failed_loads=0,
-        )
+        slots, blocks = self.fleet.slots, self.fleet.kv_tokens // 16
+        one.engine = engine_state(max_num_seqs=slots, num_blocks=blocks, free_blocks=0, running=0)
         return one
 
     def run(self, arrivals: list[VirtualRequest]) -> None:

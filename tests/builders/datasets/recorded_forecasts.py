@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rescheduler.simulator.workloads.forecast_recording import ForecastRecording
+from predictor.forecasts.forecast_recording import ForecastRecording
 
 OF_THREE = ForecastRecording(
     model="m",

@@ -19,9 +19,12 @@ from rescheduler.commands.command_line import load_function, main, split_verb
 from rescheduler.commands.command_parser import command_arguments, command_parser, resolved
 from rescheduler.commands.verbs import VERBS
 
-UNCHECKED = ("curl", "envoy", "helm", "jupyter", "kubectl", "openssl", "prometheus", "promtool",
-             "ray", "ssh")  # fmt: skip
+UNCHECKED = ("curl", "docker", "envoy", "helm", "jupyter", "kind", "kubectl", "openssl",
+             "prometheus", "promtool", "ray", "ssh")  # fmt: skip
 """Programs whose arguments nobody here knows: a page says who runs them, or why nobody does."""
+
+LIGHTNING = ("train fit", "train validate", "train test")
+"""Verbs whose options Lightning reads."""
 
 _CHECKED = ("headway", "make", "pip", "python", "vllm")
 VLLM = "vllm.entrypoints.openai.api_server"
@@ -86,7 +89,7 @@ def check_mention(words: Sequence[str]) -> None:
         return
     verb, arguments = split_verb(rest)
     assert verb in VERBS, f"there is no verb {verb}"
-    if verb.startswith("train ") and verb != "train tune":
+    if verb in LIGHTNING:
         if "--config" in arguments and "X" not in " ".join(arguments):
             _check_headway([*rest, "--data.dataset", "dataset"])
         return
@@ -123,7 +126,7 @@ def _parse_headway(words: list[str]) -> None:
     verb, rest = split_verb(words)
     if verb.startswith("-"):
         assert verb in ("--help", "--version"), f"headway has no option {verb}"
-    elif verb.startswith("train ") and verb != "train tune":
+    elif verb in LIGHTNING:
         main([*words, "--print-config"])
     else:
         assert verb in VERBS and VERBS[verb].function, f"there is no verb {' '.join(words[:2])}"

@@ -36,10 +36,10 @@ _SERVING = {
     "serve": "serving on",
     "coordinator": "coordinating on",
     "picker": "picking on",
-    "replay": "see it: ",
+    "demo --replay": "see it: ",
     "launch": "Ctrl-C stops them",
 }
-"""Verbs that run until Ctrl-C, and what each prints once it is ready."""
+"""Commands that run until Ctrl-C, and what each prints once it is ready."""
 
 _PATIENCE = 600.0
 
@@ -102,8 +102,9 @@ class Desk:
         text = self._moved(self._whole(command))
         words = shlex.split(text)
         verb = words[1] if words[0] == "headway" else ""
-        if verb in _SERVING and "--print" not in words:
-            return str(beside.enter_context(self._serving(text, _SERVING[verb])))
+        starts = (start for start in _SERVING if text.startswith(f"headway {start} "))
+        if "--print" not in words and (serves := next(starts, None)):
+            return str(beside.enter_context(self._serving(text, _SERVING[serves])))
         if words[:3] == ["python", "-m", VLLM]:
             ready = "Application startup complete"
             return str(beside.enter_context(self._serving(text, ready)))
@@ -186,10 +187,7 @@ class Desk:
                 (programs / name).chmod(0o755)
         paths = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
         modules = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return os.environ | {
-            "PATH": os.pathsep.join(paths),
-            "PYTHONPATH": os.pathsep.join(modules),
-        }
+        return os.environ | {"PATH": os.pathsep.join(paths), "PYTHONPATH": os.pathsep.join(modules)}
 
 
 @contextmanager

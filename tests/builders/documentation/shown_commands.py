@@ -38,8 +38,8 @@ KINDS = {
     "output": "no command",
 }
 _TOOLS = (
-    r"headway|make|pip|python|curl|helm|kubectl|ray|jupyter|envoy|openssl|prometheus|promtool|ssh"
-    r"|vllm|source"
+    r"headway|make|pip|python|curl|docker|helm|kind|kubectl|ray|jupyter|envoy|openssl|prometheus"
+    r"|promtool|ssh|vllm|source"
 )
 _SPAN = re.compile(rf"^(?:[A-Z_]+=\S+ )*(?:{_TOOLS}) (?!.*: )(?:-[\w-]|[\w./'\"{{]|…)|^python -m ")
 

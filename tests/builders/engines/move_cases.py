@@ -55,11 +55,7 @@ CASES = {
         expected=lambda generation: bool(re.fullmatch(CODE, generation.text)),
     ),
     "chat": Case(
-        {
-            "messages": [{"role": "user", "content": QUESTION}],
-            "max_tokens": 40,
-            "temperature": 0,
-        },
+        {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 40, "temperature": 0},
         (7, 19),
         chat=True,
         expected=lambda generation: len(generation.text) > 40,

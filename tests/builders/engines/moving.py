@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import aiohttp
 
-from rescheduler.demo.demo_load import metric_by, metric_in
+from rescheduler.demo.load import metric_by, metric_in
 from rescheduler.engines.deployment import Instance
 from rescheduler.openai.openai_stream import read_events
 from rescheduler.transfer.control_client import ControlClient
@@ -49,12 +49,7 @@ class Engine:
 
 @dataclass
 class Generation:
-    """What a client has read so far, and where its request moved.
-
-    Attributes:
-        params: what the next engine gets, if it was frozen.
-        cut_at: tokens generated at each move.
-    """
+    """What a client has read so far, and where its request moved."""
 
     id: str = field(default_factory=lambda: uuid4().hex)
     prompt: list[int] = field(default_factory=list)
@@ -62,8 +57,8 @@ class Generation:
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
-    params: dict[str, Any] = field(default_factory=dict)
-    cut_at: list[int] = field(default_factory=list)
+    params: dict[str, Any] = field(default_factory=dict)  # for the next engine, if it was frozen
+    cut_at: list[int] = field(default_factory=list)  # tokens generated at each move
 
     @property
     def hops(self) -> int:
@@ -160,21 +155,13 @@ async def _until_asked(
 
 
 class Copied(NamedTuple):
-    """A request of which a copy was made ahead of its move.
+    """A request of which a copy was made ahead of its move."""
 
-    Attributes:
-        body: what was asked for.
-        generation: until it was frozen.
-        copied: tokens of the copy.
-        frozen: what the next engine gets.
-        before: prompt tokens of the target after the copy, by where their KV cache came from.
-    """
-
-    body: dict[str, Any]
-    generation: Generation
-    copied: int
-    frozen: Frozen
-    before: dict[str, float]
+    body: dict[str, Any]  # what was asked for
+    generation: Generation  # until it was frozen
+    copied: int  # tokens of the copy
+    frozen: Frozen  # what the next engine gets
+    before: dict[str, float]  # prompt tokens of the target after the copy, by their source
 
 
 async def copied_ahead(

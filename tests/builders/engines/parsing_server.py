@@ -53,10 +53,10 @@ class ParsingServer:
         chat.return_tokens_as_token_ids = False
         chat.system_fingerprint = f"of {id(self)}"
         chat.request_logger = None
-        for flag in ("enable_log_outputs", "enable_per_request_metrics"):
-            setattr(chat, flag, False)
-        for flag in ("enable_force_include_usage", "enable_prompt_tokens_details"):
-            setattr(chat, flag, False)
+        for flag in ("log_outputs", "per_request_metrics"):
+            setattr(chat, f"enable_{flag}", False)
+        for flag in ("force_include_usage", "prompt_tokens_details"):
+            setattr(chat, f"enable_{flag}", False)
         chat.default_chat_template_kwargs = {}
         chat.create_chat_completion = self._create
         self.chat = chat

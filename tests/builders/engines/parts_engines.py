@@ -13,23 +13,13 @@ from batching_profile import profile_of
 from forecast_messages import write_all_reading
 from listening import Listener, listener
 from move_cases import CASES
-from moving import (
-    GREEDY,
-    STORY,
-    Engine,
-    Generation,
-    Run,
-    copied_ahead,
-    finish,
-    moved,
-    runner_on,
-)
+from moving import GREEDY, STORY, Engine, Generation, Run, copied_ahead, finish, moved, runner_on
 from msgspec.structs import replace
 from recorded_requests import wait_until_recorded
 from running_deployment import ENGINE, recording
 
 from predictor.training.row_table import RowTable, load_rows
-from rescheduler.demo.demo_load import metric_in
+from rescheduler.demo.load import metric_in
 from rescheduler.engines.deployment import Deployment, Instance
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment
@@ -154,11 +144,7 @@ class PartsEngines:
 
 @contextmanager
 def parts_engines(
-    model: Path,
-    folder: Path,
-    flags: Sequence[str] = (),
-    moves: bool = True,
-    kv_blocks: int = 24,
+    model: Path, folder: Path, flags: Sequence[str] = (), moves: bool = True, kv_blocks: int = 24
 ) -> Iterator[PartsEngines]:
     """Run engines of a model, which write into a folder, with the flags that it needs.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+from msgspec.structs import replace
 
 from predictor.live.telemetry_messages import (
     TOPIC,
@@ -97,20 +98,8 @@ def snapshot(
     **gauges: float,
 ) -> Snapshot:
     """What an engine publishes of all that it runs."""
-    return Snapshot(
-        instance=instance,
-        rank=0,
-        epoch=epoch,
-        step=seq,
-        time=0.0,
-        seq=seq,
-        gauges=Gauges(**gauges),
-        model="m",
-        checkpoint="c",
-        k=10,
-        edges=list(edges),
-        requests=list(requests),
-    )
+    said = {"gauges": Gauges(**gauges), "edges": [*edges], "requests": [*requests]}
+    return replace(Engine(epoch, instance=instance).snapshot(), seq=seq, step=seq, **said)
 
 
 class GivenTelemetry(TelemetrySubscriber):

@@ -12,10 +12,11 @@ from typing import Any
 from forecast_messages import CHECKPOINT
 from msgspec.structs import replace
 
-from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, ProxyOptions
+from rescheduler.engines.deployment import Deployment, EngineOptions, Instance
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_engines import Launched, launched
 from rescheduler.engines.launch_local import write_deployment
+from rescheduler.engines.proxy_options import ProxyOptions
 
 ENGINE = EngineOptions(
     dtype="float32",

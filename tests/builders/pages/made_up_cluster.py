@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from routing_views import view_of
 
 from predictor.forecasts.forecast import SurvivalForecast
-from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.page.expectations import foreseen
 from rescheduler.page.snapshot import (
     UNKNOWN,
@@ -140,19 +140,13 @@ class MadeUpCluster:
         generated = np.array([one.generated for one in self._requests], dtype=np.int64)
         left = np.array([one.length - one.generated for one in self._requests])
         curves = np.exp(-((_EDGES[None, :] / (1.15 * left[:, None])) ** 3))
-        nothing = np.empty(0, dtype=np.int64)
-        view = ClusterView(
-            slots=np.full(self._n, 64),
+        view = view_of(
+            [64] * self._n,
+            where,
+            prompt,
             kv_capacity=np.full(self._n, self._kv_capacity),
-            queued=np.zeros(self._n, dtype=np.int64),
-            instance=where,
-            prompt_tokens=prompt,
             generated_tokens=generated,
             forecast=SurvivalForecast.new(_EDGES, curves),
-            waiting_prompt_tokens=nothing,
-            waiting_generated_tokens=nothing,
-            waiting_forecast=None,
-            waited_steps=nothing,
         )
         instances = [
             Instance(

@@ -37,15 +37,10 @@ class Collected:
 
 @dataclass
 class Collector:
-    """What a collector has got.
+    """What a collector has got."""
 
-    Attributes:
-        endpoint: for ``proxy.traces``.
-        spans: in the order in which they came.
-    """
-
-    endpoint: str = ""
-    spans: list[Collected] = field(default_factory=list)
+    endpoint: str = ""  # for ``proxy.traces``
+    spans: list[Collected] = field(default_factory=list)  # in the order in which they came
     _came: threading.Condition = field(default_factory=threading.Condition)
 
     def take(self, request: ExportTraceServiceRequest) -> None:
@@ -65,7 +60,8 @@ class Collector:
         """Wait until enough has come."""
         with self._came:
             if not self._came.wait_for(lambda: holds(self.spans), timeout=120):
-                raise AssertionError(f"not within 120 s: {what}; {rendered(self.spans)}")
+                came = [(one.name, one.service, one.attributes) for one in self.spans]
+                raise AssertionError(f"not within 120 s: {what}; {came}")
 
     def named(self, name: str, service: str = "headway") -> list[Collected]:
         """Those of a name, in order of time."""
@@ -133,28 +129,6 @@ def grpc_collector() -> Iterator[Collector]:
         yield collector
     finally:
         server.stop(None).wait()
-
-
-def rendered(spans: Sequence[Collected]) -> str:
-    """Return the tree of the spans as text."""
-    lines: list[str] = []
-
-    def write(parent: str, depth: int) -> None:
-        within = (span for span in spans if span.parent == parent)
-        for span in sorted(within, key=lambda span: span.began):
-            milliseconds = (span.ended - span.began) / 1e6
-            said = " ".join(
-                f"{key.removeprefix('headway.')}={value}"
-                for key, value in span.attributes.items()
-                if key.startswith("headway.")
-            )
-            lines.append(f"{'  ' * depth}{span.name} {milliseconds:.1f} ms {span.service} {said}")
-            write(span.id, depth + 1)
-
-    ids = {span.id for span in spans}
-    for root in dict.fromkeys(span.parent for span in spans if span.parent not in ids):
-        write(root, 0)
-    return "\n".join(lines)
 
 
 def _collected(service: str, span: Any) -> Collected:

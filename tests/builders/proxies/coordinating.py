@@ -7,7 +7,7 @@ from typing import Any
 
 from rescheduler.coordination.messages import NOWHERE, Record
 from rescheduler.coordinator.session import Mirror, Shared
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState

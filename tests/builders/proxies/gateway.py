@@ -131,14 +131,9 @@ async def gateway(
     configured: Callable[[Config, list[ScriptedEngine]], Config] = lambda config, _: config,
     **options: Any,
 ) -> AsyncIterator[Gateway]:
-    """Run Envoy and a picker before scripted engines.
+    """Run Envoy and a picker before scripted engines; the options are those of `scripted`.
 
-    Args:
-        tokenizer: of the engines.
-        folder: for Envoy's files.
-        engines: how many.
-        configured: changes Envoy's configuration.
-        options: of `scripted`.
+    Envoy's files are in the folder; ``configured`` changes its configuration.
     """
     made, deployment = await scripted(tokenizer, [f"decode-{i}" for i in range(engines)], **options)
     picker = Picker(deployment)

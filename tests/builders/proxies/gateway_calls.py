@@ -42,11 +42,9 @@ class Asked:
     async def exchange(
         self, messages: Sequence[bytes], leaves: bool = False
     ) -> tuple[list[Any], grpc.StatusCode]:
-        """Say all of this at once; return what is answered, and how the exchange ends.
+        """Say all of this at once, and end the exchange, or break it off as one who leaves does.
 
-        Args:
-            messages: what is said.
-            leaves: break it off then, in place of ending it.
+        Return what is answered, and how the exchange ends.
         """
         call, answers = self.call(), []
         with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):

@@ -6,7 +6,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.engines.deployment import Instance
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.instance_state import InstanceState
@@ -16,15 +17,15 @@ from rescheduler.placement.placeable import Placements
 TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
 
 
-def instance_state(name: str, role: Any = "decode", control: Any = None) -> InstanceState:
-    return InstanceState(Instance(name, role, f"http://{name}:1"), ProxyOptions(), control)
+def instance_state(
+    name: str, role: Any = "decode", options: ProxyOptions | None = None, control: Any = None
+) -> InstanceState:
+    instance = Instance(name, role, f"http://{name}:1")
+    return InstanceState(instance, options or ProxyOptions(), control)
 
 
 def live_request(
-    name: str,
-    placements: Placements[LiveRequest] | None = None,
-    arrived: float = 0.0,
-    **body: Any,
+    name: str, placements: Placements[LiveRequest] | None = None, arrived: float = 0.0, **body: Any
 ) -> LiveRequest:
     client = read_request(COMPLETIONS, json.dumps({"prompt": "a", **body}).encode())
     on = placements if placements is not None else Placements[LiveRequest]()

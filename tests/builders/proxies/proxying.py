@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import aiohttp
 import msgspec
 from running_deployment import RunningDeployment
 
-from rescheduler.demo.demo_load import metric_in
+from rescheduler.demo.load import metric_in
 from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.openai.openai_stream import read_events
@@ -70,23 +71,14 @@ def served(
         assert status == 0 or -status == signal.SIGKILL, log.read_text()
 
 
+@dataclass
 class Served:
-    """A proxy that runs.
+    """A proxy that runs."""
 
-    Attributes:
-        deployment: that it serves.
-        config: the file.
-        process: of `headway serve`.
-        log: what it printed.
-    """
-
-    def __init__(
-        self, deployment: Deployment, config: Path, process: "subprocess.Popen[bytes]", log: Path
-    ) -> None:
-        self.deployment = deployment
-        self.config = config
-        self.process = process
-        self.log = log
+    deployment: Deployment
+    config: Path
+    process: "subprocess.Popen[bytes]"  # of `headway serve`
+    log: Path  # what it printed
 
     def moves(self, request_id: str) -> int:
         """Return how often a request has moved, by what the proxy logged."""
@@ -237,13 +229,9 @@ def finished_tasks(
     asked: dict[str, tuple[str, dict[str, Any]]],
     beside: Callable[[Client], Coroutine[Any, Any, None]] | None = None,
 ) -> dict[str, "asyncio.Task[T]"]:
-    """Ask for several paths and bodies at the same time; each result or error is in its task.
+    """Ask for several paths and bodies, by name; each result or error is in its task.
 
-    Args:
-        proxy: asked.
-        ask: one of them.
-        asked: path and body, by name.
-        beside: runs until all have ended.
+    They are asked for at the same time, and ``beside`` runs until all have ended.
     """
 
     async def work(client: Client) -> dict[str, "asyncio.Task[T]"]:

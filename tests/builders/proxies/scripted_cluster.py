@@ -13,8 +13,9 @@ import msgspec
 from scripted_engine import ScriptedEngine, reference
 from tokenizers import Tokenizer
 
-from rescheduler.demo.demo_load import metric_in
-from rescheduler.engines.deployment import CoordinatorOptions, Deployment, ProxyOptions
+from rescheduler.demo.load import metric_in
+from rescheduler.engines.deployment import CoordinatorOptions, Deployment
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.proxy.proxy import Proxy
 from rescheduler.serving.serve import Listeners
@@ -112,10 +113,7 @@ class Cluster:
             return response.status, await response.read()
 
     async def stream(
-        self,
-        body: dict[str, Any],
-        at: At | None = None,
-        path: str = "/v1/completions",
+        self, body: dict[str, Any], at: At | None = None, path: str = "/v1/completions"
     ) -> list[dict[str, Any]]:
         """Chunks of a stream; ``at`` is called with how many tokens have come."""
         chunks: list[dict[str, Any]] = []

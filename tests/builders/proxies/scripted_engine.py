@@ -88,104 +88,59 @@ class Running:
 
 @dataclass
 class ScriptedEngine:
-    """One engine.
-
-    Attributes:
-        script: answers in place of the engine whatever is no prefill.
-        prefill_script: the same for prefills.
-        asked: how many requests a script has answered.
-        pulls: what is kept elsewhere for such a request, as an engine that accepts it does.
-        hangs: gives no tokens.
-        deaf: does not answer its control socket.
-        deaf_to_freezes: answers only what is not about a freeze.
-        full: has no free blocks, says its state.
-        fails: HTTP status of every answer; 0: none.
-        stalls_at: total tokens of a request at which it gives no more.
-        breaks_at: total tokens of a request at which its connection breaks.
-        errs_at: total tokens of a request at which an error follows in the same packet.
-        breaks_after_the_end: its connection breaks right after a request's last token.
-        never_freezes: says "not frozen".
-        says: what it says of its state instead of the truth.
-        lies: reports a token more than it gave, when it freezes.
-        answers_late: gives no answer to a prefill that is done.
-        lease_seconds: for which it keeps a prefill, unless that is renewed.
-        counts: what it says that a prefilled prompt has, instead of its tokens.
-        poisoned: answers 500 to requests whose prompt holds this word; empty: to none.
-        queue_seconds: before a request's first token, while it makes steps for others.
-        comment_seconds: between two comments of a stream meanwhile; 0: it sends none.
-        holds_from: total tokens of a request from which chunks come at its end only; 0: none.
-        kills: prompts with this word end it, and it starts again; empty: none does.
-        kills_at: with which token of such a prompt it ends.
-        lives: how often it has started.
-        cuts_the_end: its streams close before their last token's chunk.
-        metrics: it has ``/metrics``.
-        metrics_seconds: that it takes to answer there.
-        strangers: requests of other clients that it says it runs.
-        used: share of its KV cache that it says is in use.
-        page: what ``/metrics`` answers instead; empty: the truth.
-        models: that it lists and serves.
-        key: API key that requests must have; empty: none.
-        padding: bytes added to every chunk.
-        longest: tokens of a chat that sets no limit.
-        kept: tokens kept for other engines, by id.
-        bodies: every request body.
-        pulled: requests whose context came from elsewhere.
-        copied: tokens of each copy of a running request.
-        prefix_caching: shares blocks, says its state.
-        spares_copies: `hangs` and `fails` are not for copies.
-    """
+    """One engine."""
 
     name: str
     role: str
     tokenizer: Tokenizer
     engines: dict[str, "ScriptedEngine"]
     token_seconds: float = 0.002
-    script: Script | None = None
-    prefill_script: Script | None = None
-    asked: int = 0
-    pulls: bool = True
-    hangs: bool = False
-    deaf: bool = False
-    deaf_to_freezes: bool = False
-    full: bool = False
-    fails: int = 0
-    stalls_at: int = 0
-    breaks_at: int = 0
-    errs_at: int = 0
-    breaks_after_the_end: bool = False
-    never_freezes: bool = False
-    says: dict[str, Any] = field(default_factory=dict)
-    lies: bool = False
-    answers_late: bool = False
-    lease_seconds: float = 1000.0
+    script: Script | None = None  # answers in place of the engine whatever is no prefill
+    prefill_script: Script | None = None  # the same for prefills
+    asked: int = 0  # how many requests a script has answered
+    pulls: bool = True  # what is kept elsewhere for such a request, as one that accepts it does
+    hangs: bool = False  # gives no tokens
+    deaf: bool = False  # does not answer its control socket
+    deaf_to_freezes: bool = False  # answers only what is not about a freeze
+    full: bool = False  # has no free blocks, says its state
+    fails: int = 0  # HTTP status of every answer; 0: none
+    stalls_at: int = 0  # total tokens of a request at which it gives no more
+    breaks_at: int = 0  # total tokens of a request at which its connection breaks
+    errs_at: int = 0  # total tokens of a request at which an error follows in the same packet
+    breaks_after_the_end: bool = False  # its connection breaks right after a request's last token
+    never_freezes: bool = False  # says "not frozen"
+    says: dict[str, Any] = field(default_factory=dict)  # of its state instead of the truth
+    lies: bool = False  # reports a token more than it gave, when it freezes
+    answers_late: bool = False  # gives no answer to a prefill that is done
+    lease_seconds: float = 1000.0  # for which it keeps a prefill, unless that is renewed
     lapses: dict[str, float] = field(default_factory=dict)
-    counts: int | None = None
-    poisoned: str = ""
-    queue_seconds: float = 0.0
-    comment_seconds: float = 0.0
-    holds_from: int = 0
-    kills: str = ""
-    kills_at: int = 0
-    lives: int = 0
-    cuts_the_end: bool = False
-    metrics: bool = True
-    metrics_seconds: float = 0.0
-    strangers: int = 0
-    used: float = 0.0
-    page: str = ""
-    models: list[str] = field(default_factory=lambda: ["m"])
-    key: str = ""
-    padding: int = 0
-    longest: int = 100_000
+    counts: int | None = None  # what it says that a prefilled prompt has, instead of its tokens
+    poisoned: str = ""  # answers 500 to requests whose prompt holds this word; empty: to none
+    queue_seconds: float = 0.0  # before a request's first token, while it makes steps for others
+    comment_seconds: float = 0.0  # between two comments of a stream meanwhile; 0: it sends none
+    holds_from: int = 0  # total tokens of a request from which chunks come at its end only; 0: none
+    kills: str = ""  # prompts with this word end it, and it starts again; empty: none does
+    kills_at: int = 0  # with which token of such a prompt it ends
+    lives: int = 0  # how often it has started
+    cuts_the_end: bool = False  # its streams close before their last token's chunk
+    metrics: bool = True  # it has ``/metrics``
+    metrics_seconds: float = 0.0  # that it takes to answer there
+    strangers: int = 0  # requests of other clients that it says it runs
+    used: float = 0.0  # share of its KV cache that it says is in use
+    page: str = ""  # what ``/metrics`` answers instead; empty: the truth
+    models: list[str] = field(default_factory=lambda: ["m"])  # that it lists and serves
+    key: str = ""  # API key that requests must have; empty: none
+    padding: int = 0  # bytes added to every chunk
+    longest: int = 100_000  # tokens of a chat that sets no limit
     over: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, list[int]] = field(default_factory=dict)
+    kept: dict[str, list[int]] = field(default_factory=dict)  # tokens kept for other engines, by id
     running: dict[str, Running] = field(default_factory=dict)
-    bodies: list[dict[str, Any]] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # every request body
     headers: list[Mapping[str, str]] = field(default_factory=list)
-    pulled: int = 0
-    copied: list[list[int]] = field(default_factory=list)
-    spares_copies: bool = False
-    prefix_caching: bool = True
+    pulled: int = 0  # requests whose context came from elsewhere
+    copied: list[list[int]] = field(default_factory=list)  # tokens of each copied request
+    spares_copies: bool = False  # `hangs` and `fails` are not for copies
+    prefix_caching: bool = True  # shares blocks, says its state
     recomputed: int = 0
     port: int = 0
     host: str = "127.0.0.1"

@@ -11,9 +11,9 @@ from moving import Engine, engines_of
 from msgspec.structs import replace
 from running_deployment import ENGINE, RunningDeployment, patient
 
-from rescheduler.engines.deployment import TraceOptions
 from rescheduler.engines.launch_engines import launched
 from rescheduler.engines.launch_local import local_deployment, write_deployment
+from rescheduler.engines.proxy_options import TraceOptions
 
 
 @pytest.fixture(scope="package")

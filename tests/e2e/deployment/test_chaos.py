@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from running_deployment import RunningDeployment
 
 from benchmarks.chaos.chaos import chaos
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from moving import STORY
 from proxying import Client, Served, served, text_of
 from running_deployment import RunningDeployment
 
-from rescheduler.demo.demo_load import metric_in
+from rescheduler.demo.load import metric_in
 from rescheduler.engines.deployment import CoordinatorOptions
 
 pytestmark = pytest.mark.timeout(1200)

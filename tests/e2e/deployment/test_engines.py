@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from running_deployment import RunningDeployment, complete
 
-from rescheduler.demo.demo_load import metric_total
+from rescheduler.demo.load import metric_total
 from rescheduler.engines.deployment import Instance
 from rescheduler.transfer.control_client import ControlClient
 from rescheduler.transfer.control_messages import EngineState, RequestStatus

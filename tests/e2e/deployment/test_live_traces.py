@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from collector import Collected, Collector, rendered
+from collector import Collected, Collector
 from moving import STORY
 from proxying import COMPLETIONS, Client, served
 from running_deployment import RunningDeployment
 
-from rescheduler.engines.deployment import TraceOptions
+from rescheduler.engines.proxy_options import TraceOptions
 from rescheduler.openai.openai_stream import read_events
 
 pytestmark = pytest.mark.timeout(1200)
@@ -76,7 +76,7 @@ def test_a_request_that_moves_between_engines_is_one_trace(
 
         collector.until(whole, "the request, and vLLM's spans of it in three places")
     trace = [span for span in collector.spans if span.trace == move.trace]
-    print(rendered(trace))
+    print(*trace, sep="\n")  # what a failing test shows
     by_id = {span.id: span for span in trace}
     within = {
         (by_id[span.parent].name, span.service) for span in trace if span.name == "llm_request"

@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 from moving import STORY
-from proxying import (
-    CHAT,
-    COMPLETIONS,
-    Client,
-    Served,
-    finished_tasks,
-    logprobs_of,
-    served,
-    text_of,
-)
+from proxying import CHAT, COMPLETIONS, Client, Served, finished_tasks, logprobs_of, served, text_of
 from running_deployment import RunningDeployment
 
 from rescheduler.commands.command_line import main

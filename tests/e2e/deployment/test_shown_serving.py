@@ -42,10 +42,7 @@ def test_the_commands_of_a_page(
     def described(path: Path) -> None:
         write_deployment(deployment.deployment, path)
 
-    with (
-        laid(tmp_path, page, {"the deployment": described}, ports) as desk,
-        ExitStack() as beside,
-    ):
+    with laid(tmp_path, page, {"the deployment": described}, ports) as desk, ExitStack() as beside:
         commands, config = page.shown("engines"), None
         if not any(" serve " in one.text for one in commands):
             desk.run(SERVE, beside)

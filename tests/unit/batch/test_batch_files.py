@@ -24,7 +24,7 @@ from rescheduler.batch.batch_files import (
     read_batch,
     result_path,
 )
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 
 
 def line(custom_id: str = "a", **changes: Any) -> dict[str, Any]:
@@ -367,9 +367,7 @@ def test_the_same_input_goes_on_wherever_its_output_is(
         assert output.tokens["n-0"] == 1
 
 
-def test_an_input_that_has_grown_goes_on_and_one_that_has_changed_does_not(
-    tmp_path: Path,
-) -> None:
+def test_an_input_that_has_grown_goes_on_and_one_that_has_changed_does_not(tmp_path: Path) -> None:
     out = answered(tmp_path)
     with BatchOutput(batch_of(tmp_path, [*NAMES, "more"]), out) as output:
         assert output.tokens == {"n-0": 1, "n-1": None}

@@ -9,12 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from reference_batches import Formation, Held, Waiting, groups, plain_batch, time_budget
 
-from rescheduler.batching.batch_formation import (
-    FORMATIONS,
-    BatchRules,
-    form_batch,
-    prefill_budget,
-)
+from rescheduler.batching.batch_formation import FORMATIONS, BatchRules, form_batch, prefill_budget
 
 FAIR_NAMES = ("fairbatching", "fairbatching_tokens", "fairbatching_fixed")
 

@@ -19,7 +19,7 @@ from benchmarks.emulated_star import KV_TOKENS, RATE, SECONDS, STEP, drawn, step
 from benchmarks.emulator_check import FLEET, MOST_ERROR, comparison, emulated_runs
 from benchmarks.support import experiment
 from benchmarks.support.experiment import Experiment, PromptLengths, Run, drawn_load
-from rescheduler.demo.scripted_load import (
+from rescheduler.demo.load import (
     EmulatedAnswer,
     EmulatedRequest,
     answer_figures,
@@ -142,7 +142,7 @@ def answered(smollm2: Path, *tokens: int) -> EmulatedAnswer:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     ids = [scripted_token(7, n, tokenizer.get_vocab_size()) for n in tokens]
     request = EmulatedRequest(7, 10, 6, 0.0)
-    return EmulatedAnswer(request, tokens=6, text=tokenizer.decode(ids))
+    return EmulatedAnswer(request, tokens=6, pieces=[tokenizer.decode(ids)])
 
 
 def test_an_answer_that_is_cut_or_doubled_is_one_that_changed(smollm2: Path) -> None:

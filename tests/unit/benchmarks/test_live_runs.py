@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from benchmarks import live_order
 from benchmarks.live_order import ORDERS, Plan, Run
 from benchmarks.support.deployments import StalledError
-from benchmarks.support.live_runs import completed, round_load, served_rate
+from benchmarks.support.live_runs import TimedAnswer, TokenTime, completed, round_load, served_rate
 from benchmarks.support.report import mean_of, percent_change, rotated
-from rescheduler.demo.demo_load import LoadRequest, LoadRun, ServedRequest, StreamChunk
+from rescheduler.demo.load import LoadRequest, chat_body, serve_answers
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(1.0, 1e3)), min_size=2, max_size=12))
@@ -67,8 +67,8 @@ def test_the_served_rate_is_that_of_the_middle_whatever_beginning_and_end_take(
         for token in range(1, 11):
             done = (10 * i + token) / (10 * requests)
             at += 1 / (10 * rate) + (idle / requests if done < 0.1 or done > 0.9 else 0.0)
-            chunks.append(StreamChunk(token, "a", at))
-        served.append(ServedRequest(LoadRequest(f"{i}", "", 10, 0, 0.0), 0.0, chunks))
+            chunks.append(TokenTime(token, at))
+        served.append(TimedAnswer(LoadRequest(f"{i}", "", 10, 0, 0.0), chunks=chunks))
     assert served_rate(served) == pytest.approx(rate, rel=0.02)
 
 
@@ -101,12 +101,12 @@ def test_every_round_begins_with_another_arm() -> None:
 
 async def test_a_load_that_gets_no_tokens_is_said_to_hang(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it:
-        load = [LoadRequest("held", PROMPT, 40, 0, 0.0)]
-        run = LoadRun(it.url, "m", load, salt="")
+        answers = [TimedAnswer(LoadRequest("held", PROMPT, 40, 0, 0.0))]
+        load = serve_answers(it.url, answers, lambda request: chat_body("m", request, ""))
         for engine in it.engines.values():
             engine.stalls_at = 5
         with pytest.raises(StalledError, match=r"no token came for .* 1 of 1 requests run .held."):
-            await completed(run, patience=0.5)
+            await completed(load, answers, patience=0.5)
 
 
 def live(*latencies: float, text: str = "a") -> dict[str, Any]:

@@ -1,19 +1,23 @@
 """The Helm chart: its objects fit together, and what is in them is what Headway reads."""
 
+import asyncio
 import json
 import socket
+import sys
 from typing import Any
 
 import kubernetes_validate
 import msgspec
 import pytest
-from rendered_chart import REQUIRED, VALUES, Object, Rendered, render, rendered
+from rendered_chart import REQUIRED, VALUES, Object, Rendered, matches, render, rendered
+from scripted_cluster import Cluster
 
-from rescheduler.engines.deployment import EngineOptions, ProxyOptions
+from rescheduler.engines.deployment import EngineOptions
 from rescheduler.engines.emulated_deployment import in_real_time
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_engines import with_bound_addresses
 from rescheduler.engines.launch_process import GRACE_SECONDS
+from rescheduler.engines.proxy_options import ProxyOptions
 
 
 @pytest.fixture(params=VALUES)
@@ -72,17 +76,11 @@ def test_an_engine_binds_its_pod_s_address(monkeypatch: pytest.MonkeyPatch) -> N
     assert bound.telemetry == "tcp://10.1.2.3:8102"
 
 
-@pytest.mark.parametrize(
-    ("which", "heard"),
-    [
-        ("defaults", (False, False)),
-        ("keys without forecasts", (True, False)),
-        ("everything", (True, True)),
-    ],
-)
-def test_engines_can_be_commanded_with_keys_only(which: str, heard: tuple[bool, bool]) -> None:
-    for instance in rendered(which).deployment.instances:
-        assert (instance.control is not None, instance.telemetry is not None) == heard
+def test_engines_can_be_commanded_with_keys_only() -> None:
+    for number, which in enumerate(["defaults", "keys without forecasts", "everything"]):
+        for instance in rendered(which).deployment.instances:
+            assert (instance.control is not None) == (number >= 1)
+            assert (instance.telemetry is not None) == (number >= 2)
 
 
 def test_options_reach_the_deployment_file() -> None:
@@ -96,7 +94,7 @@ def test_options_reach_the_deployment_file() -> None:
     assert (defaults.migration, defaults.served_name) == (None, "me/mine")
 
 
-def test_an_engine_has_its_gpus_and_uses_them() -> None:
+def test_an_engine_has_its_gpus_and_uses_them_and_other_resources_can_be_taken_away() -> None:
     release = rendered("everything")
     for role, gpus in [("prefill", 1), ("decode", 2)]:
         limits = release.container(role)["resources"]["limits"]
@@ -110,9 +108,6 @@ def test_an_engine_has_its_gpus_and_uses_them() -> None:
     assert slices.container("decode")["resources"]["limits"]["nvidia.com/mig-3g.40gb"] == 1
     assert "nvidia.com/gpu" not in json.dumps(slices.objects)
     assert "nvidia.com" not in json.dumps(rendered("cpu").objects)
-
-
-def test_resources_can_be_taken_away() -> None:
     parts = ("prefill", "decode", "proxy")
     bare = render(REQUIRED | {part: {"resources": None} for part in parts})
     for role in ("prefill", "decode"):
@@ -147,7 +142,7 @@ def test_engines_and_proxy_know_the_api_key() -> None:
         reference = variables["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"]
         assert reference == {"name": "headway-api-key", "key": "api-key"}
         assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "hf"}
-    assert "VLLM_API_KEY" not in json.dumps(rendered("defaults").objects)
+    assert "secretKeyRef" not in json.dumps(rendered("defaults").objects)
 
 
 def test_probes_ask_what_is_there(release: Rendered) -> None:
@@ -345,6 +340,39 @@ def test_engines_restart_when_they_are_to_send_traces_elsewhere_and_only_then() 
     here = checksum(endpoint="http://here:4317")
     assert here not in (checksum(), checksum(endpoint="http://there:4317"))
     assert here == checksum(endpoint="http://here:4317", sample=1)
+
+
+def test_a_pod_of_the_release_tests_its_proxy(release: Rendered) -> None:
+    (pod,) = release.of_kind("Pod").values()
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (container,), proxy = pod["spec"]["containers"], release.container("proxy")
+    (port,) = release.of_kind("Service")["headway"]["spec"]["ports"]
+    url = f"http://headway.prod.svc.cluster.local:{port['port']}"
+    assert container["args"][1:] == [url, release.deployment.served_name]
+    for part in ("image", "imagePullPolicy", "securityContext"):
+        assert container[part] == proxy[part]
+    assert all(variable in proxy["env"] for variable in container.get("env", []))
+    assert ("env" in container) == ("VLLM_API_KEY" in release.variables("proxy"))
+    policy = release.of_kind("NetworkPolicy").get("headway-test")
+    assert (policy is None) == (not release.of_kind("NetworkPolicy"))
+    if policy is not None:
+        assert release.selected(policy["spec"]["podSelector"]) == {"proxy"}
+        ((peer,),) = [rule["from"] for rule in policy["spec"]["ingress"]]
+        assert matches(peer["podSelector"], pod["metadata"]["labels"])
+
+
+async def test_what_that_pod_runs_asks_for_one_completion(it: Cluster) -> None:
+    (pod,) = rendered("defaults").of_kind("Pod").values()
+    program = pod["spec"]["containers"][0]["args"][0]
+
+    async def told(model: str) -> str:
+        command, pipe = (sys.executable, "-c", program, it.url, model), asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+        return b"".join(await process.communicate()).decode()
+
+    assert (await told("m")).startswith(f"{it.url} serves m: '")
+    assert len(it.asked) == 1
+    assert await told("other") == f"{it.url}/v1/models: ['m'], without other\n"
 
 
 def container_ports(container: Object) -> dict[str, int]:

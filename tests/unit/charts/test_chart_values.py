@@ -12,10 +12,11 @@ import helm_python
 import kubernetes_validate
 import pytest
 import yaml
-from rendered_chart import CHART, REQUIRED, VALUES, Rendered, render, rendered
+from rendered_chart import CHART, REQUIRED, VALUES, Rendered, matches, render, rendered
 
 from deploy.json_text import json_text
 from deploy.values_schema import SCHEMA, with_options
+from rescheduler.engines.emulated_deployment import emulated_engine
 
 
 @pytest.mark.parametrize(
@@ -35,22 +36,13 @@ from deploy.values_schema import SCHEMA, with_options
         ({"prefill": {"resources": {"limits": {"memory": "much"}}}}, "at '/prefill/resources"),
         ({"nameOverride": "My app"}, "at '/nameOverride': 'My app' does not match pattern"),
         ({"nameOverride": "x" * 64}, "at '/nameOverride': maxLength: got 64, want 63"),
-        (
-            {"engines": {"extraEnv": [{"name": "A", "value": 1}]}},
-            "at '/engines/extraEnv/0/value': got number, want string",
-        ),
+        ({"engines": {"extraEnv": [{"name": "A", "value": 1}]}}, "/0/value': got number, want st"),
         ({"proxy": {"extraEnv": [{"name": "A", "valeu": ""}]}}, "additional properties 'valeu'"),
         ({**REQUIRED, "migration": {"name": "star"}}, "migration: .* keys.existingSecret"),
         ({**REQUIRED, "proxy": {"replicas": 2}}, "proxy.replicas: .* keys.existingSecret"),
         ({"coordinator": {"options": {"port": 80}}}, "additional properties 'port' not allowed"),
-        (
-            {**REQUIRED, "engine": {"batching": {"admission": True}}},
-            "engine.batching: .*set prefill.replicas to 0",
-        ),
-        (
-            {**REQUIRED, "engine": {"emulate": {"barrier": True}}},
-            "engine.emulate.barrier: of engines on one machine",
-        ),
+        (REQUIRED | {"engine": {"batching": {"admission": True}}}, "set prefill.replicas to 0"),
+        (REQUIRED | {"engine": {"emulate": {"barrier": True}}}, "emulate.barrier: of engines on o"),
     ],
     ids=json.dumps,
 )
@@ -119,6 +111,9 @@ def test_the_chart_installs_this_version() -> None:
 def test_the_notes_say_what_is_missing() -> None:
     defaults, all_set = rendered("defaults").notes, rendered("everything").notes
     assert "http://headway.prod.svc.cluster.local/v1" in defaults
+    assert "helm test headway -n prod" in defaults
+    assert "port-forward deployment/headway-proxy 8001" in defaults
+    assert "port-forward statefulset/headway-coordinator 8001" in rendered("proxies").notes
     for missing in ("keys.existingSecret", "apiKey.existingSecret"):
         assert missing in defaults
         assert missing not in all_set
@@ -160,22 +155,17 @@ def test_any_release_has_names_that_kubernetes_takes(name: str, override: str) -
 
 
 def test_a_name_changes_no_more_than_it_has_to() -> None:
-    assert "llm-headway" in render(REQUIRED, name="llm").of_kind("ConfigMap")
-    assert "llm-v2-headway" in render(REQUIRED, name="llm.v2").of_kind("ConfigMap")
-    assert "h-1e3-headway" in render(REQUIRED, name="1e3").of_kind("ConfigMap")
+    for name, made in {"llm": "llm", "llm.v2": "llm-v2", "1e3": "h-1e3"}.items():
+        assert f"{made}-headway" in render(REQUIRED, name=name).of_kind("ConfigMap")
 
 
 @pytest.mark.parametrize("name", NOT_STRINGS)
 def test_names_of_other_objects_are_strings(name: str) -> None:
-    values = REQUIRED | VALUES["everything"]
-    for secret in ("apiKey", "huggingFaceToken"):
-        values[secret] = {"existingSecret": name, "key": name}
-    values["keys"] = {"existingSecret": name}
-    values["modelCache"] = {"existingClaim": name}
+    secret = {"existingSecret": name, "key": name}
+    values = {"apiKey": secret, "huggingFaceToken": secret, "keys": {"existingSecret": name}}
+    values |= {"modelCache": {"existingClaim": name}, "proxy": {"priorityClassName": name}}
     values["engines"] = {"runtimeClassName": name, "priorityClassName": name}
-    values["proxy"] = {"priorityClassName": name}
-    values["serviceAccountName"] = name
-    release = render(values)
+    release = rendered("everything", serviceAccountName=name, **values)
     for manifest in release.objects:
         kubernetes_validate.validate(manifest, "1.29", strict=True)
     for component in release.workloads:
@@ -224,7 +214,8 @@ def all_labels(value: Any) -> Iterator[dict[str, Any]]:
 
 ROOT = CHART.parents[1]
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
-HELM = re.findall(r"^helm .*$", PAGE, re.MULTILINE)
+HELM = re.findall(r"^helm (?:template|install) .*$", PAGE, re.MULTILINE)
+EMULATED = "charts/headway/values-emulated.yaml"
 
 
 def my_values() -> dict[str, Any]:
@@ -235,36 +226,38 @@ def my_values() -> dict[str, Any]:
 
 def helm(command: str) -> Rendered:
     """Render what a `helm template` or `helm install` of the page would."""
-    _, verb, name, chart, *options = shlex.split(command)
-    assert verb in ("template", "install")
+    _, _, name, chart, *options = shlex.split(command)
     assert ROOT / chart == CHART
-    values: dict[str, Any] = {}
-    namespace = "default"
-    for option, value in zip(options[::2], options[1::2], strict=True):
-        if option == "--values":
-            assert value == "my-values.yaml"
-            values |= my_values()
-        elif option == "--set":
-            values |= helm_python.parse_set_string(value)
-        else:
-            assert option == "--namespace"
-            namespace = value
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    files = {"": {}, "my-values.yaml": my_values(), EMULATED: VALUES["emulated"]}
+    values = dict(files[given.pop("--values", "")])
+    values |= helm_python.parse_set_string(given.pop("--set", ""))
+    namespace = given.pop("--namespace", "default")
+    assert not given
     return render(values, name, namespace)
 
 
 @pytest.mark.parametrize("command", HELM)
 def test_the_page_s_commands_install_a_deployment(command: str) -> None:
-    assert helm(command).deployment.model == "Qwen/Qwen3-14B"
+    model = "/opt/smollm2" if EMULATED in command else "Qwen/Qwen3-14B"
+    assert helm(command).deployment.model == model
+
+
+def test_a_laptop_s_cluster_runs_emulated_engines() -> None:
+    deployment = helm(HELM[0]).deployment
+    roles = [instance.role for instance in deployment.instances]
+    assert roles == ["prefill", "decode", "decode"]
+    assert emulated_engine(deployment.engine).kv_blocks, "its machine is known"
 
 
 def test_what_the_page_then_uses_is_there() -> None:
-    release = helm(HELM[0])
+    release = helm(next(one for one in HELM if "my-values.yaml" in one))
     assert "port-forward service/headway 8000:80" in PAGE
     (port,) = release.of_kind("Service")["headway"]["spec"]["ports"]
     assert port["port"] == 80
     (rule,) = release.of_kind("NetworkPolicy")["headway-proxy"]["spec"]["ingress"]
     assert {"podSelector": {"matchLabels": {"headway-client": "true"}}} in rule["from"]
-    deployments = re.findall(r" deploy(?:ment)?/(?!kubernetes-)([\w-]+)", PAGE)
+    deployments = re.findall(r" deploy(?:ment)?/(?!kubernetes-|docker/)([\w-]+)", PAGE)
     assert set(deployments) == set(release.of_kind("Deployment"))
     engines = {instance.name for instance in release.deployment.instances}
     assert set(re.findall(r"headway-\w+-\d+", PAGE)) <= engines
@@ -290,7 +283,7 @@ def paths(values: dict[str, Any], above: str = "") -> Iterator[str]:
             yield from paths(value, f"{above}{key}.")
 
 
-CONFIG = Path(__file__).parents[3] / "deploy" / "prometheus" / "kubernetes.yml"
+CONFIG = ROOT / "deploy" / "prometheus" / "kubernetes.yml"
 JOBS = {job["job_name"]: job for job in yaml.safe_load(CONFIG.read_text())["scrape_configs"]}
 
 
@@ -337,3 +330,23 @@ def test_prometheus_finds_the_proxies_the_coordinator_and_every_engine(which: st
         {"deployment": "headway", "role": one.role, "instance_name": one.name}
         for one in release.deployment.instances
     ]
+
+
+def test_service_monitors_find_what_that_configuration_does() -> None:
+    assert rendered("proxies").of_kind("ServiceMonitor") == {}
+    mine = {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}}
+    release, found = rendered("proxies", metrics=mine), {}
+    for monitor in release.of_kind("ServiceMonitor").values():
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+        (endpoint,) = monitor["spec"]["endpoints"]
+        job, *rules = endpoint["relabelings"]
+        assert [
+            {"source_labels": r["sourceLabels"], "target_label": r["targetLabel"]} for r in rules
+        ] == JOBS[job["replacement"]]["relabel_configs"][1:]
+        found[job["replacement"]] = {
+            service["metadata"]["labels"]["app.kubernetes.io/component"]
+            for service in release.of_kind("Service").values()
+            if matches(monitor["spec"]["selector"], service["metadata"]["labels"])
+            and endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+        }
+    assert found == {"headway": {"proxy", "coordinator"}, "vllm": {"prefill", "decode"}}

@@ -8,8 +8,8 @@ from hypothesis import settings
 
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
-from rescheduler.placement.live_request import Placed, Prefilling
 from rescheduler.placement.placeable import MoveOutcome
+from rescheduler.placement.request_states import Placed, Prefilling
 
 TestMessages = Model.TestCase
 TestMessages.settings = settings(stateful_step_count=60)

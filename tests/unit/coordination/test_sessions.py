@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import pytest
 from coordinating import RECORD, shared_by_sessions
+from live_requests import instance_state, live_request
 from msgspec.structs import replace
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from benchmarks.support.engine_states import engine_state
 from rescheduler.coordination.coordinated_cluster import WatchedPlacements
@@ -28,16 +27,15 @@ from rescheduler.coordination.messages import (
     Notice,
     Record,
     Refusal,
+    RefusedMessages,
     Report,
     View,
     decode,
     encode,
 )
+from rescheduler.coordinator.coordinator import Sessions
 from rescheduler.coordinator.session import Session
-from rescheduler.engines.deployment import Instance, ProxyOptions
-from rescheduler.openai.openai_request import COMPLETIONS
-from rescheduler.openai.request_reader import read_request
-from rescheduler.placement.instance_state import InstanceState
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.step_time.profile import MeanStepTime
 
@@ -47,13 +45,16 @@ POOL = 4
 class Coordinator:
     """Its end when it has just started, with an instance that runs one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefills: bool = False) -> None:
         self.now = 0.0
         options = ProxyOptions(pool=POOL)
-        instance = InstanceState(Instance("d", "decode", "http://d:1"), options, None)
+        instance = instance_state("d", options=options)
         instance.engine = engine_state(max_num_seqs=1)
+        instances = [instance]
+        if prefills:
+            instances.append(instance_state("p", "prefill", options))
         background = asyncio.get_running_loop().create_task
-        self.shared = shared_by_sessions("c", [instance], options, lambda: self.now, background)
+        self.shared = shared_by_sessions("c", instances, options, lambda: self.now, background)
 
     def session(self, number: int) -> Session:
         return Session(f"s{number}", number, b"peer", None, self.shared)
@@ -120,6 +121,73 @@ async def test_a_proxy_cannot_fill_the_table_of_accounts() -> None:
 
 
 RUNS = replace(RECORD, instance=0, destination=0, hop=0, generating=True)
+
+
+@pytest.mark.parametrize(("decodes", "paid"), [(False, 30), (True, 30 + 2 * 1000)])
+async def test_who_gives_up_before_a_place_to_decode_pays_for_its_prompt(
+    decodes: bool, paid: float
+) -> None:
+    it = Coordinator(prefills=True)
+    session, others = it.session(1), it.session(2)
+    if not decodes:
+        await others.receive(report(1, RUNS))
+    asks = replace(RECORD, account="a", prompt_tokens=30, prompt_is_known=True, max_tokens=1000)
+    await session.receive(report(1, replace(asks, ticket=1, for_prefill=True)))
+    mirror = session.mirrors[1]
+    mirror.foreseen_tokens = 1000.0
+    for number in (2, 3):
+        await asyncio.sleep(0.01)
+        assert sum(mirror.account.charges.values()) == 30 + 2 * 1000
+        await session.receive(report(number, replace(asks, ticket=2)))
+    assert (mirror.instance is it.shared.cluster.all[0]) == decodes
+    await session.receive(report(4))
+    assert list(mirror.account.settled.values()) == [paid]
+    await others.close()
+
+
+PAYS = replace(RUNS, account="a", prompt_tokens=4_000, prompt_is_known=True, max_tokens=1_000)
+
+
+def paid(it: Coordinator) -> float:
+    return sum(it.shared.cluster.accounts.named("a").settled.values())
+
+
+async def test_what_is_forgotten_and_reported_anew_is_paid_once() -> None:
+    it = Coordinator()
+    session = it.session(1)
+    for number in range(1, 5):
+        await session.receive(report(number, replace(PAYS, generated_tokens=100 * number)))
+        assert session.mirrors[1].account.charges and paid(it) == 0.0
+        await session.forget_all()
+        assert paid(it) == 4_000 + 2 * 100 * number, "it may be gone"
+    await session.receive(report(5, replace(PAYS, generated_tokens=1_000)))
+    await session.receive(report(6))
+    assert paid(it) == 4_000 + 2 * 1_000 and not session.forgotten
+    await session.receive(report(7, PAYS))
+    await session.forget_all()
+    await session.receive(report(8))
+    await session.receive(report(9, PAYS))
+    assert paid(it) == 2 * 4_000 + 2 * 1_000, "what had ended is not taken back"
+    await session.close()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_a_proxy_that_is_silent_for_long_pays_once(returns: bool) -> None:
+    it = Coordinator()
+    sessions = Sessions(it.shared, "digest", 10.0, RefusedMessages("refused", "proxy"))
+
+    async def hears(said: Report, peer: bytes) -> None:
+        assert await sessions.receive(said, peer, None) is None
+
+    await hears(report(1, replace(PAYS, generated_tokens=500)), b"one")
+    it.now = 11.0
+    assert [each async for each in sessions.notices(beat=True)] == []
+    assert paid(it) == 4_000 + 2 * 500
+    if returns:
+        await hears(report(2, replace(PAYS, generated_tokens=600)), b"two")
+        assert paid(it) == 0.0
+        await hears(report(3), b"two")
+        assert paid(it) == 4_000 + 2 * 600
 
 
 class Proxy:
@@ -224,24 +292,17 @@ async def test_a_coordinator_that_starts_anew_takes_what_runs_though_the_pool_is
     await proxy.session.close()
 
 
-TOKENIZER = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
-CLIENT = read_request(COMPLETIONS, b'{"prompt": "a", "max_tokens": 100}')
 VIEW = View([False, False], 0)
 
 
 def link() -> Link:
-    named = ["decode-0", "decode-1"]
-    instances = [
-        InstanceState(Instance(name, "decode", f"http://{name}:1"), ProxyOptions(), None)
-        for name in named
-    ]
+    instances = [instance_state(f"decode-{i}") for i in range(2)]
     step, carry_out = MeanStepTime(), cast(Any, None)
     return Link("session", instances, "digest", 1.5, lambda: 0.0, step, carry_out, lambda: None)
 
 
 def arrived(on: Link, name: str) -> LiveRequest:
-    placements = WatchedPlacements(on.changed)
-    return LiveRequest(name, name, CLIENT, {}, 0.0, TOKENIZER, placements)
+    return live_request(name, WatchedPlacements(on.changed), max_tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -391,10 +452,7 @@ NOTICES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("message", "values"),
-    [
-        *((REPORT, values) for values in REPORTS),
-        *((NOTICE, values) for values in NOTICES),
-    ],
+    [*((REPORT, values) for values in REPORTS), *((NOTICE, values) for values in NOTICES)],
 )
 def test_one_without_sense_is_refused(message: Any, values: dict[str, Any]) -> None:
     frames = encode(replace(message, **values))

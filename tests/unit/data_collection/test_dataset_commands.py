@@ -1,8 +1,7 @@
 """Datasets: validated, inspected, merged, split; whole, damaged, and made by somebody else."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,52 +100,6 @@ def test_vectors_of_another_model_are_named(dataset: Path) -> None:
         f"{shard.name}: hidden_state has {D} values, the dataset card says 3584: "
         "was it collected from another model?"
     ) in problems(dataset)
-
-
-def cast_to_int64(table: pa.Table) -> pa.Table:
-    place = table.schema.get_field_index("max_tokens")
-    return table.set_column(place, "max_tokens", table["max_tokens"].cast("int64"))
-
-
-def twice(table: pa.Table) -> pa.Table:
-    return pa.concat_tables([table.slice(0, 1), table])
-
-
-NOT_FINITE = "hidden_state has NaN or infinite"
-NOT_MULTIPLE = "generated_tokens is not a multiple of k = 20"
-
-
-@pytest.mark.parametrize(
-    ("files", "change", "message"),
-    [
-        (rows_files, lambda table: table.drop_columns(["censored"]), "censored is missing"),
-        (rows_files, cast_to_int64, "max_tokens is int64, it should be int32"),
-        (rows_files, set_column("hidden_state", 2, [float("nan")] + [0.0] * (D - 1)), NOT_FINITE),
-        (rows_files, set_column("hidden_state", 2, [float("inf")] + [0.0] * (D - 1)), NOT_FINITE),
-        (rows_files, set_column("remaining_tokens", 2, 0), "remaining_tokens is below 1"),
-        (rows_files, set_column("remaining_tokens", 2, 99), "is not the request's total_tokens"),
-        (rows_files, set_column("generated_tokens", 2, 7), NOT_MULTIPLE),
-        (rows_files, set_column("generated_tokens", 2, -20), NOT_MULTIPLE),
-        (rows_files, set_column("request_id", 2, "nobody-00000000"), "not in the requests table"),
-        (rows_files, set_column("finish_reason", 2, "length"), "row's censored does not agree"),
-        (rows_files, set_column("task", 2, None), "empty values in task"),
-        (rows_files, twice, "two rows with the same generated_tokens: 1 times"),
-        (rows_files, twice, "has 2, not 1"),
-        (requests_files, set_column("censored", 0, True), "request's censored does not agree"),
-        (requests_files, twice, "a request appears twice"),
-    ],
-)
-def test_what_is_wrong_is_found_and_placed(
-    dataset: Path,
-    files: Callable[[Path], list[Path]],
-    change: Callable[[pa.Table], pa.Table],
-    message: str,
-) -> None:
-    shard = files(dataset)[0]
-    change_shard(shard, change)
-    found = problems(dataset)
-    assert message in found
-    assert shard.name in found
 
 
 @pytest.mark.parametrize("batch_rows", [4096, 1])
@@ -356,54 +309,68 @@ def without(name: str) -> Table:
     return lambda table: table.drop_columns([name])
 
 
-def as_text(name: str) -> Table:
-    def change(table: pa.Table) -> pa.Table:
-        return table.set_column(
-            table.schema.get_field_index(name), name, pa.array(["7"] * table.num_rows)
-        )
-
-    return change
+def cast(name: str, kind: str) -> Table:
+    return lambda table: table.set_column(
+        table.schema.get_field_index(name), name, table[name].cast(kind)
+    )
 
 
+def twice(table: pa.Table) -> pa.Table:
+    return pa.concat_tables([table.slice(0, 1), table])
+
+
+Wrong = tuple[Table, str]
+NOT_FINITE = "hidden_state has NaN or infinite"
+NOT_MULTIPLE = "generated_tokens is not a multiple of k = 20"
+ROWS: list[Wrong] = [
+    (without("censored"), "censored is missing"),
+    (cast("max_tokens", "int64"), "max_tokens is int64, it should be int32"),
+    (set_column("hidden_state", 2, [float("nan")] + [0.0] * (D - 1)), NOT_FINITE),
+    (set_column("hidden_state", 2, [float("inf")] + [0.0] * (D - 1)), NOT_FINITE),
+    (set_column("remaining_tokens", 2, 0), "remaining_tokens is below 1"),
+    (set_column("remaining_tokens", 2, 99), "is not the request's total_tokens"),
+    (set_column("generated_tokens", 2, 7), NOT_MULTIPLE),
+    (set_column("generated_tokens", 2, -20), NOT_MULTIPLE),
+    (set_column("request_id", 2, "nobody-00000000"), "not in the requests table"),
+    (set_column("finish_reason", 2, "length"), "row's censored does not agree"),
+    (set_column("task", 2, None), "empty values in task"),
+    (twice, "two rows with the same generated_tokens: 1 times"),
+    (twice, "has 2, not 1"),
+]
 EMPTY = {name: (first_empty(name), f"empty values in {name}") for name in NAMES}
 DOUBLED = {name: (doubled(name), f"{name!r} more than once") for name in NAMES}
-MISSING = without("finish_reason"), "finish_reason is missing"
-TEXT = as_text("total_tokens"), "total_tokens is string, it should be int32"
+MISSING: Wrong = without("finish_reason"), "finish_reason is missing"
+TEXT: Wrong = cast("total_tokens", "string"), "total_tokens is string, it should be int32"
+CENSORED: Wrong = set_column("censored", 0, True), "request's censored does not agree"
+TWICE: Wrong = twice, "a request appears twice"
+REQUESTS: dict[Callable[[Path], object], list[Wrong]] = {
+    validate: [*EMPTY.values(), *DOUBLED.values(), MISSING, TEXT, CENSORED, TWICE],
+    inspect: [*(EMPTY[name] for name in NAMES[2:]), DOUBLED["total_tokens"], MISSING, TEXT],
+    transcripts: [EMPTY["external_id"], DOUBLED["external_id"], MISSING],
+    merged: [EMPTY["request_id"], DOUBLED["request_id"]],
+    load_rows: [EMPTY["total_tokens"], DOUBLED["external_id"]],
+    prompt_rows: [*(EMPTY[name] for name in NAMES[1:3]), DOUBLED["finish_reason"], MISSING, TEXT],
+}
 
 
 @pytest.mark.parametrize(
-    ("read", "wrong"),
+    ("files", "read", "wrong"),
     [
-        *((validate, wrong) for wrong in (*EMPTY.values(), *DOUBLED.values(), MISSING, TEXT)),
-        *((inspect, wrong) for wrong in (EMPTY["total_tokens"], EMPTY["finish_reason"])),
-        *((inspect, wrong) for wrong in (DOUBLED["total_tokens"], MISSING, TEXT)),
-        *(
-            (transcripts, wrong)
-            for wrong in (EMPTY["external_id"], DOUBLED["external_id"], MISSING)
-        ),
-        *((merged, wrong) for wrong in (EMPTY["request_id"], DOUBLED["request_id"])),
-        *((load_rows, wrong) for wrong in (EMPTY["total_tokens"], DOUBLED["external_id"])),
-        *((prompt_rows, wrong) for wrong in (EMPTY["total_tokens"], EMPTY["external_id"])),
-        *((prompt_rows, wrong) for wrong in (DOUBLED["finish_reason"], MISSING, TEXT)),
+        *((rows_files, validate, wrong) for wrong in ROWS),
+        (rows_files, load_rows, (first_empty("remaining_tokens"), "empty values in remaining_tok")),
+        *((requests_files, read, wrong) for read, many in REQUESTS.items() for wrong in many),
     ],
 )
-def test_requests_that_are_not_what_they_should_be_are_named(
-    dataset: Path, read: Callable[[Path], object], wrong: tuple[Table, str]
+def test_what_is_wrong_is_found_and_placed(
+    dataset: Path, files: Callable[[Path], list[Path]], read: Callable[[Path], object], wrong: Wrong
 ) -> None:
-    shard = requests_files(dataset)[0]
+    shard = files(dataset)[0]
     change, message = wrong
     change_shard(shard, change)
     with pytest.raises(DatasetError) as raised:
         read(dataset)
     assert message in str(raised.value)
     assert shard.name in str(raised.value)
-
-
-def test_rows_with_an_empty_value_are_not_learned_from(dataset: Path) -> None:
-    shard = rows_files(dataset)[0]
-    change_shard(shard, first_empty("remaining_tokens"))
-    with pytest.raises(DatasetError, match=f"{shard.name}: empty values in remaining_tokens"):
-        load_rows(dataset)
 
 
 def of_long_texts(table: pa.Table) -> pa.Table:
@@ -424,10 +391,7 @@ def of_long_lists(table: pa.Table) -> pa.Table:
     return table.set_column(place, "prompt_token_ids", pa.ListArray.from_arrays(offsets, ids))
 
 
-BOMBS = [of_long_texts, of_many_rows, of_long_lists]
-
-
-@pytest.fixture(scope="module", params=BOMBS, ids=lambda bomb: bomb.__name__)
+@pytest.fixture(scope="module", params=[of_long_texts, of_many_rows, of_long_lists])
 def bomb(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shard of requests of a few kilobytes."""
     folder = tmp_path_factory.mktemp("bomb")
@@ -439,35 +403,25 @@ def bomb(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return file
 
 
-@contextmanager
-def reading_pool() -> Iterator[pa.MemoryPool]:
-    """Let Arrow take memory of a pool of which the bombs were not made."""
-    before, pool = pa.default_memory_pool(), pa.system_memory_pool()
-    pa.set_memory_pool(pool)
-    try:
-        yield pool
-    finally:
-        pa.set_memory_pool(before)
-
-
 @pytest.mark.parametrize("read", [validate, inspect, transcripts, load_rows, prompt_rows])
 def test_a_small_shard_does_not_fill_the_memory(
     dataset: Path, bomb: Path, read: Callable[[Path], object]
 ) -> None:
     shard = requests_files(dataset)[0]
     shard.write_bytes(bomb.read_bytes())
-    with reading_pool() as pool, pytest.raises(DatasetError, match=r"parquet: .*so small a file"):
-        read(dataset)
+    before, pool = pa.default_memory_pool(), pa.system_memory_pool()
+    pa.set_memory_pool(pool)  # of which the bombs were not made
+    try:
+        with pytest.raises(DatasetError, match=r"parquet: .*so small a file"):
+            read(dataset)
+    finally:
+        pa.set_memory_pool(before)
     assert pool.max_memory() < 200 << 20
 
 
 def test_transcripts_and_texts_are_bounded_alike(tmp_path: Path) -> None:
     file = tmp_path / "t.parquet"
-    columns = {
-        field.name: pa.array([None] * 2000, field.type)
-        for field in TRANSCRIPTS_SCHEMA
-        if field.name != "task"
-    }
+    columns = {one.name: pa.array([None] * 2000, one.type) for one in TRANSCRIPTS_SCHEMA}
     task = pa.DictionaryArray.from_arrays(np.zeros(2000, np.int32), ["x" * 1_000_000])
     pq.write_table(pa.table({**columns, "task": task}), file, compression="zstd")
     with pytest.raises(PromptError, match=r"t\.parquet: .*so small a file"):

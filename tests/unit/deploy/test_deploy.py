@@ -17,8 +17,7 @@ from rendered_chart import rendered
 from tokenizers import Tokenizer
 from vllm_source import metric_labels
 
-from deploy.dashboards import DASHBOARDS
-from deploy.panels import dashboard_json
+from deploy.dashboards import DASHBOARDS, dashboard_json
 from rescheduler.engines.deployment import read_deployment
 from rescheduler.finish_times.fleet_load import HORIZONS
 
@@ -217,7 +216,7 @@ def test_an_alert_says_how_bad_it_is_and_what_to_do(rule: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_the_file_is_what_the_code_describes(name: str) -> None:
-    described = dashboard_json(DASHBOARDS[name]())
+    described = dashboard_json(name)
     assert (GRAFANA / f"{name}.json").read_text() == described, "run python -m deploy.dashboards"
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rescheduler.demo.rehearse import _Rehearsal, _rows, rehearse
-from rescheduler.demo.scripted_load import EmulatedAnswer, EmulatedRequest, answer_figures
+from rescheduler.demo.load import EmulatedAnswer, EmulatedRequest, answer_figures
+from rescheduler.demo.rehearse import excess, rehearse, rows_of
 from rescheduler.engines.deployment import Deployment, read_deployment
 from rescheduler.engines.emulated_deployment import emulated
 from rescheduler.simulator.workloads.trace_files import TraceFile
@@ -63,10 +63,10 @@ def test_a_folder_of_something_else_is_left_alone(deployment: Deployment, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("seconds", "excess"), [({}, 0.0), ({0: (0.02, 1.0)}, 0.01), ({0: (6.0, 0.4)}, 0.4)]
+    ("seconds", "expected"), [({}, 0.0), ({0: (0.02, 1.0)}, 0.01), ({0: (6.0, 0.4)}, 0.4)]
 )
 def test_an_engine_that_does_little_does_not_spoil_a_rehearsal(
-    deployment: Deployment, tmp_path: Path, seconds: dict[int, tuple[float, float]], excess: float
+    deployment: Deployment, tmp_path: Path, seconds: dict[int, tuple[float, float]], expected: float
 ) -> None:
     config = emulated(deployment, "h100-llama-8b")
     for i, one in enumerate(config.instances):
@@ -74,9 +74,9 @@ def test_an_engine_that_does_little_does_not_spoil_a_rehearsal(
         text = "end,requests,new_tokens,context_tokens,seconds,asked_seconds,cpu\n"
         text += f"2.0,1,1,9,{asked * (1 + over)},{asked},0\n" + "1"
         (tmp_path / f"{one.name}.csv").write_text(text)
-    rehearsal = _Rehearsal(config, [], tmp_path)
-    assert rehearsal._excess(1.0) == pytest.approx(excess, abs=0.01)
-    assert np.isnan(rehearsal._excess(3.0)), "no step since"
+    logs = [*tmp_path.glob("*.csv"), tmp_path / "none.csv"]
+    assert excess(logs, 1.0) == pytest.approx(expected, abs=0.01)
+    assert np.isnan(excess(logs, 3.0)), "no step since"
 
 
 def test_answers_of_one_token_have_no_time_between_tokens() -> None:
@@ -90,7 +90,7 @@ def test_what_each_client_saw_is_a_row_of_a_trace_again(tmp_path: Path) -> None:
     request = EmulatedRequest(0, 5, 9, 0.25)
     served = EmulatedAnswer(request, sent=1.0, first=2.0, last=5.0, longest_gap=0.5, tokens=9)
     failed = EmulatedAnswer(EmulatedRequest(1, 7, 3, 0.5), sent=1.0, error="HTTP 500: a, b")
-    path = written(tmp_path, _rows([served, failed], 2.0))
+    path = written(tmp_path, rows_of([served, failed], 2.0))
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert rows[0]["ttft_s"] == "0.5000" and rows[0]["latency_s"] == "2.0000"
     assert rows[1]["ttft_s"] == "" and rows[1]["error"] == "HTTP 500: a, b"

@@ -100,10 +100,7 @@ def test_promises_are_kept_where_the_others_are_refused() -> None:
         return True
 
     run = VirtualRun(
-        FLEET,
-        1,
-        admit=admit,
-        ended=lambda run, request: promises[0].ended(request, by_itself=True),
+        FLEET, 1, admit=admit, ended=lambda run, request: promises[0].ended(request, by_itself=True)
     )
     run.run(requests(700, 1.1))
     given = kept.count("kept") + kept.count("broken")

@@ -3,9 +3,10 @@
 import asyncio
 import gc
 import gzip
+import http.client
+import io
 import json
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -22,14 +23,11 @@ from tokenizers import Tokenizer
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, FORWARDED, NOT_SERVED
 from rescheduler.serving import connection
 
-_HEAD = re.compile(rb"HTTP/(?:0\.9|1\.[01]) (\d{3}) [^\r\n]*\r\n((?:[^\r\n]+\r\n)*)\r\n")
-
 
 class RawAnswer(NamedTuple):
-    """One answer of a server: headers by names in lower case, the body without its framing."""
+    """One answer of a server: the body without its framing."""
 
     status: int
-    headers: dict[str, str]
     body: bytes
 
 
@@ -55,43 +53,32 @@ async def exchange(url: str, sent: bytes) -> list[RawAnswer]:
         received = b""
     finally:
         writer.close()
-    answers = []
-    while received:
-        answer, received = _answer(received, may_lack_body=sent.startswith(b"HEAD "))
+    answers, stream = [], Received(received)
+    while stream.tell() < len(received):
+        answer = http.client.HTTPResponse(stream)  # type: ignore[arg-type]
+        try:
+            answer.begin()
+            bodiless = sent.startswith(b"HEAD ") and stream.tell() == len(received)
+            assert bodiless or answer.chunked or answer.length is not None, "a body without an end"
+            body = b"" if bodiless else answer.read()
+        except http.client.RemoteDisconnected:  # after 100 Continue
+            break
+        except (http.client.HTTPException, OSError) as error:
+            raise ValueError(f"no answer of HTTP: {received[:200]!r}") from error
         if answer.status >= 200:
-            answers.append(answer)
+            answers.append(RawAnswer(answer.status, body))
     return answers
 
 
-def _answer(received: bytes, may_lack_body: bool) -> tuple[RawAnswer, bytes]:
-    head = _HEAD.match(received)
-    if head is None:
-        raise ValueError(f"no answer of HTTP: {received[:200]!r}")
-    status, rest = int(head[1]), received[head.end() :]
-    lines = head[2].decode("utf-8").splitlines()
-    headers = {name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
-    if (may_lack_body and not rest) or status in (204, 304) or status < 200:
-        return RawAnswer(status, headers, b""), rest
-    if headers.get("transfer-encoding") == "chunked":
-        body, rest = _unchunked(rest)
-    else:
-        length = int(headers["content-length"])
-        if len(rest) < length:
-            raise ValueError(f"{length} bytes of a body were said, {len(rest)} came")
-        body, rest = rest[:length], rest[length:]
-    return RawAnswer(status, headers, body), rest
+class Received(io.BytesIO):
+    """What came on a connection, as `http.client` reads a socket; it stays open."""
 
+    def makefile(self, mode: str) -> "Received":
+        del mode
+        return self
 
-def _unchunked(rest: bytes) -> tuple[bytes, bytes]:
-    body = b""
-    while True:
-        size, found, rest = rest.partition(b"\r\n")
-        if not found:
-            raise ValueError("the chunks do not end")
-        length = int(size, 16)
-        body, rest = body + rest[:length], rest[length + 2 :]
-        if length == 0:
-            return body, rest
+    def close(self) -> None:
+        pass
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from coordinating import RECORD, shared_by_sessions
 from fuzzing import PACKABLE, damaged_frames, fuzzed, structs
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from live_requests import instance_state
 
 from benchmarks.support.engine_states import engine_state
 from predictor.live.telemetry_messages import (
@@ -39,7 +40,7 @@ from rescheduler.coordination.messages import (
     encode,
 )
 from rescheduler.coordinator.coordinator import Sessions
-from rescheduler.engines.deployment import Instance, ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.step_time.profile import MeanStepTime
@@ -224,10 +225,8 @@ WAITS = msgspec.structs.replace(
 
 
 def instances() -> list[InstanceState]:
-    return [
-        InstanceState(Instance(name, role, f"http://{name}:1"), OPTIONS, None)
-        for name, role in (("p", "prefill"), ("d0", "decode"), ("d1", "decode"))
-    ]
+    named = {"p": "prefill", "d0": "decode", "d1": "decode"}
+    return [instance_state(name, role, OPTIONS) for name, role in named.items()]
 
 
 class Coordinating:

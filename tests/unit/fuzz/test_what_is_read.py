@@ -26,6 +26,7 @@ from data_collection.dataset.dataset_commands import export_transcripts
 from data_collection.dataset.validate_dataset import validate
 from data_collection.files import read_yaml
 from data_collection.workload.prompts import load_prompts, load_transcripts
+from predictor.forecasts.forecast_recording import read_recording, write_recording
 from predictor.live.engine_forecasts import LiveConfig
 from predictor.models.checkpoint import export_checkpoint, load_predictor, read_config
 from predictor.models.survival_mlp import SurvivalMLP
@@ -34,19 +35,12 @@ from rescheduler.batch.batch_files import read_batch
 from rescheduler.batching.batching_config import read_batching_config
 from rescheduler.commands import command_parser
 from rescheduler.coordination import messages as coordination
-from rescheduler.emulation.emulate_options import (
-    EMULATE_SECTION,
-    read_emulate_config,
-    read_machine,
-)
-from rescheduler.engines.deployment import ProxyOptions, read_deployment
+from rescheduler.emulation.emulate_options import EMULATE_SECTION, read_emulate_config, read_machine
+from rescheduler.engines.deployment import read_deployment
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.monitoring.recalibrate import LoggedRequest, read_finished_log
 from rescheduler.placement.upstream import engine_key
 from rescheduler.routing.learned.rl import load_router
-from rescheduler.simulator.workloads.forecast_recording import (
-    read_recording,
-    write_recording,
-)
 from rescheduler.simulator.workloads.trace import first_requests
 from rescheduler.simulator.workloads.trace_files import TraceFile
 from rescheduler.step_time.profile import (
@@ -66,19 +60,12 @@ CONFIGS = sorted({*(ROOT / "configs").glob("*/*.yaml")} - {*MACHINES})
 
 
 class Decoder(NamedTuple):
-    """What reads a message or a section.
+    """What reads a message or a section."""
 
-    Attributes:
-        damaged: what it is given.
-        read: returns what it read.
-        refused: how it refuses.
-        again: codes what was read; None where nothing does.
-    """
-
-    damaged: st.SearchStrategy[Any]
-    read: Callable[[Any], Any]
-    refused: type[Exception]
-    again: Callable[[Any], Any] | None = None
+    damaged: st.SearchStrategy[Any]  # what it is given
+    read: Callable[[Any], Any]  # returns what it read
+    refused: type[Exception]  # how it refuses
+    again: Callable[[Any], Any] | None = None  # codes what was read; None where nothing does
 
 
 def section(read: Callable[[Any], Any], whole: dict[str, Any]) -> Decoder:
@@ -174,17 +161,11 @@ FINISHED = LoggedRequest(
 
 
 class Kind(NamedTuple):
-    """A kind of files.
+    """A kind of files."""
 
-    Attributes:
-        write: writes whole ones into a folder.
-        read: reads the one that was damaged.
-        lines: of an error, at most.
-    """
-
-    write: Callable[[Path], object]
-    read: Callable[[Path], object]
-    lines: int = 20
+    write: Callable[[Path], object]  # writes whole ones into a folder
+    read: Callable[[Path], object]  # reads the one that was damaged
+    lines: int = 20  # of an error, at most
 
 
 def texts(**files: str) -> Callable[[Path], object]:

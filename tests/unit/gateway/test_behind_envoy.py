@@ -15,10 +15,7 @@ from scripted_cluster import until
 from scripted_engine import NarrowEngine, ScriptedEngine
 from tokenizers import Tokenizer
 
-from predictor.live.telemetry_messages import (
-    RequestForecast,
-    encode_survival,
-)
+from predictor.live.telemetry_messages import RequestForecast, encode_survival
 
 PROMPT = "Tell me of a river"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12}

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from migration_views import FREE, moved, view, views
 from reference_planner import Seen
+from routing_views import view_of
 
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import ClusterView
@@ -25,20 +26,8 @@ def test_the_probability_is_near_that_of_requests_drawn_at_random() -> None:
     n, edges = 40, np.arange(200)
     context, hazard = generator.integers(50, 400, n), generator.uniform(0.001, 0.02, (n, 1))
     survival = (1 - hazard) ** edges
-    none = np.empty(0, dtype=np.int64)
-    seen = ClusterView(
-        slots=np.array([n]),
-        kv_capacity=np.array([9000]),
-        queued=np.array([0]),
-        instance=np.zeros(n, dtype=np.int64),
-        prompt_tokens=context,
-        generated_tokens=np.zeros(n, dtype=np.int64),
-        forecast=SurvivalForecast.new(edges, survival),
-        waiting_prompt_tokens=none,
-        waiting_generated_tokens=none,
-        waiting_forecast=None,
-        waited_steps=none,
-    )
+    forecast = SurvivalForecast.new(edges, survival)
+    seen = view_of([n], [0] * n, context, kv_capacity=np.array([9000]), forecast=forecast)
     inputs, limits = migration_inputs(seen, np.array([0, 60])), [6000.0, 6500.0, 7000.0, 7500.0]
     runs = generator.random((20_000, n)) < survival[:, 60]
     load = np.where(runs, context + 60, 0).sum(axis=1)

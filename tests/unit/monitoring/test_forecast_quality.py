@@ -5,6 +5,7 @@ import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,6 +32,8 @@ EDGES = survival_edges(4096)
 K = 20
 MAX_TOKENS = 600
 IDENTITY = Recalibration([0.0, 1.0], [0.0, 1.0])
+NETWORK: dict[str, Any] = {"model": "acme/small", "model_revision": "r", "hidden_size": 4}
+NETWORK |= {"k": K, "widths": [8]}
 
 
 def finished_requests(
@@ -40,14 +43,9 @@ def finished_requests(
     served_with: Recalibration = IDENTITY,
     reason: str | None = None,
 ) -> list[FinishedForecasts]:
-    """Requests that end without memory, so that their true curve is known at any age.
+    """Requests that end without memory: their true curve is known at any age.
 
-    Args:
-        n: how many.
-        wrong_by: the forecast mean length is so many times the true one; 1 is calibrated.
-        seed: of lengths.
-        served_with: recalibration of the forecasts.
-        reason: how all of them ended; truly when None.
+    The forecast mean length is ``wrong_by`` times the true one. All ended for the reason, or truly.
     """
     rng = np.random.default_rng(seed)
     requests = []
@@ -149,11 +147,8 @@ def test_the_log_is_read_as_it_was_written(tmp_path: Path) -> None:
     read = list(read_finished_log(path))
     assert len(read) == len(path.read_text().splitlines()) == 20
     for logged, request in zip(read, requests, strict=True):
-        assert (logged.request_id, logged.instance, logged.model) == (
-            request.event.request_id,
-            "gpu0",
-            "acme/small",
-        )
+        named = (logged.request_id, logged.instance, logged.model)
+        assert named == (request.event.request_id, "gpu0", "acme/small")
         assert logged.generated == list(range(0, request.event.total_tokens, K))
         assert logged.cut == (logged.finish_reason == "length")
         scored = score(request)
@@ -168,11 +163,8 @@ def test_half_a_line_at_the_end_is_ignored_and_overwritten(tmp_path: Path) -> No
     path.write_bytes(whole[:-20])
     assert len(list(read_finished_log(path))) == 2
     write_log(path, requests[3:])
-    assert [logged.request_id for logged in read_finished_log(path)] == [
-        "request-0",
-        "request-1",
-        "request-3",
-    ]
+    read = [logged.request_id for logged in read_finished_log(path)]
+    assert read == ["request-0", "request-1", "request-3"]
     path.write_bytes(whole[:8])  # not even one
     write_log(path, requests[:1])
     assert len(list(read_finished_log(path))) == 1
@@ -201,14 +193,7 @@ def test_a_broken_line_of_a_log_is_named(tmp_path: Path) -> None:
 
 
 def survival_checkpoint(folder: Path) -> Path:
-    predictor = SurvivalMLP(
-        EDGES.tolist(),
-        model="acme/small",
-        model_revision="r",
-        hidden_size=4,
-        k=K,
-        widths=[8],
-    )
+    predictor = SurvivalMLP(EDGES.tolist(), **NETWORK)
     export_checkpoint(predictor, folder, {"commit": "abc", "dataset": "demo"})
     return folder
 
@@ -307,10 +292,7 @@ def test_what_cannot_be_recalibrated_is_refused(tmp_path: Path) -> None:
         file.write(f"{line}\n")
     with pytest.raises(ValueError, match=r"request-0 ran on other/large.*reads acme/small"):
         recalibrate(str(checkpoint), log, new)
-    regression = RemainingLengthMLP(
-        model="acme/small", model_revision="r", hidden_size=4, k=K, widths=[8]
-    )
-    export_checkpoint(regression, tmp_path / "regression", {})
+    export_checkpoint(RemainingLengthMLP(**NETWORK), tmp_path / "regression", {})
     with pytest.raises(ValueError, match="no probabilities to recalibrate"):
         recalibrate(str(tmp_path / "regression"), log, new)
     assert not new.exists()
@@ -346,17 +328,13 @@ def test_prometheus_reads_scores_and_telemetry() -> None:
     assert first["headway_forecast_bias_tokens['1-127']"] == figures.bias_by_age()["1-127"]
     assert first["headway_forecast_miscalibrated"] == 1
     assert first["headway_forecast_scored_requests_total"] == 60
-    messages = [
-        first[f"headway_telemetry_message_errors_total['{kind}']"]
-        for kind in ("malformed", "lost", "duplicated", "outdated", "foreign")
-    ]
-    assert messages == [1, 1, 1, 0, 0]
-    assert first["headway_instance_num_requests_running['gpu0', '0']"] == 2
-    assert first["headway_instance_num_requests_waiting['gpu0', '0']"] == 2
-    assert first["headway_instance_kv_cache_usage_ratio['gpu0', '0']"] == 0.25
-    assert first["headway_instance_prefill_budget_tokens['gpu0', '0']"] == 96.5
-    assert first["headway_instance_scheduler_failures_total['gpu0', '0']"] == 3
-    assert first["headway_instance_stale['gpu0', '0']"] == 0
+    errors = {"malformed": 1, "lost": 1, "duplicated": 1, "outdated": 0, "foreign": 0}
+    for kind, count in errors.items():
+        assert first[f"headway_telemetry_message_errors_total['{kind}']"] == count
+    said = {"num_requests_running": 2, "num_requests_waiting": 2, "kv_cache_usage_ratio": 0.25}
+    said |= {"prefill_budget_tokens": 96.5, "scheduler_failures_total": 3, "stale": 0}
+    for name, value in said.items():
+        assert first[f"headway_instance_{name}['gpu0', '0']"] == value
     assert second["headway_instance_stale['gpu0', '0']"] == 1
     assert second["headway_telemetry_message_errors_total['lost']"] == 1  # a counter never falls
 
@@ -412,10 +390,7 @@ def test_what_ended_earlier_does_not_count() -> None:
 def test_biased_forecasts_do_not_halve_the_ends(wrong_by: float, low: float, high: float) -> None:
     figures = spread(LastHour(), finished_requests(400, wrong_by), 0.0, 10.0).figures(10 * MINUTE)
     assert low <= figures.late_share() <= high
-    if wrong_by > 1:
-        assert figures.bias() > 0
-    elif wrong_by < 1:
-        assert figures.bias() < 0
+    assert wrong_by == 1 or (figures.bias() > 0) == (wrong_by > 1)
 
 
 def test_worse_forecasts_are_drift_and_equal_ones_are_not() -> None:

@@ -30,6 +30,7 @@ ORDERS = [
     create_order("response_ratio"),
     create_order("boost"),
     create_order("boost", gamma=0.1, starvation=1.5),
+    create_order("boost", scale=0.2),
 ]
 
 
@@ -76,7 +77,7 @@ def test_without_forecasts_it_is_the_order_of_arrival(line: Line) -> None:
 def test_the_order_is_that_of_the_formulas(line: Line, order: ServiceOrder, gamma: float) -> None:
     n, due = len(line.waited), line.due(order)
     unit = sum(line.alone) / sum(line.cost)
-    rate = order.parameters().gamma or gamma
+    rate = order.parameters().gamma or order.parameters().scale * gamma
 
     def key(i: int) -> tuple[int, float]:
         waited, cost, alone = line.waited[i], line.cost[i], line.alone[i]
@@ -142,6 +143,8 @@ def test_the_rate_of_a_tail_is_estimated() -> None:
         ("shortest", {"starvation": 1}, "shortest: starvation must be above 1, not 1"),
         ("shortest", {"starvation": "much"}, "shortest: starvation must be a number"),
         ("boost", {"gamma": 0.0}, "boost: gamma must be above 0, not 0.0"),
+        ("boost", {"scale": 0.0}, "boost: scale must be above 0, not 0.0"),
+        ("boost", {"scale": 0.5, "gamma": 0.1}, "boost: scale is of the gamma that is estimated"),
         ("boost", {"by": "age"}, "boost: by is 'forecast' or 'prompt', not 'age'"),
     ],
 )
@@ -192,9 +195,7 @@ def test_no_account_that_waits_falls_behind_by_more_than_the_slack_and_a_request
 
 
 @given(LINES)
-def test_one_account_alone_is_served_in_the_order_of_service(
-    line: list[tuple[int, float]],
-) -> None:
+def test_one_account_alone_is_served_in_the_order_of_service(line: list[tuple[int, float]]) -> None:
     service = [tokens for _, tokens in line]
     assert shared_out([0] * len(line), service, 0.0, [7.0]) == list(range(len(line)))
 
@@ -239,10 +240,7 @@ class _Forecasts:
 
 
 def part(
-    *requests: _Request,
-    policy: str = "fcfs",
-    forecasts: dict[str, int] | None = None,
-    **order: Any,
+    *requests: _Request, policy: str = "fcfs", forecasts: dict[str, int] | None = None, **order: Any
 ) -> EngineOrder:
     queue = FCFSRequestQueue()
     queue.extend(requests)

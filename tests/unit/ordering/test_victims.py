@@ -61,6 +61,8 @@ class SmallScheduler:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
         self.steps = self.preemptions = self.failures = 0
         self.ended: list[Asked] = []
+        self.suspended: list[str] = []
+        self.connector = SimpleNamespace(connector_scheduler=SimpleNamespace(copied=set()))
         self.victims = Victims(self)
 
     def part(self, kind: type[SchedulerPart]) -> Any:
@@ -123,6 +125,7 @@ class SmallScheduler:
         victim.status, victim.suspended_at = RequestStatus.PREEMPTED, self.steps
         victim.passed_by = []
         self.preemptions += 1
+        self.suspended.append(victim.request_id)
         self.waiting.prepend_request(victim)
         self.victims.preempted(victim)
 
@@ -176,6 +179,37 @@ def test_short_ones_are_not_suspended_once_lengths_are_known() -> None:
     assert suspended and suspended.count(500) > 0.8 * len(suspended)
 
 
+def all_at_once(scheduler: SmallScheduler, requests: list[Asked]) -> list[str]:
+    """Serve requests that come together; return the names of those suspended, in turn."""
+    for request in requests:
+        scheduler.waiting.add_request(request)
+    while len(scheduler.ended) < len(requests):
+        scheduler.step()
+        assert scheduler.steps < 10_000, "somebody is never served"
+    return scheduler.suspended
+
+
+@pytest.mark.parametrize("victim", ["rest", "age", "context"])
+def test_background_goes_first_and_what_is_promised_last(victim: str) -> None:
+    """However short the one is, and however long the other."""
+    requests = [Asked("last", 40, 700), Asked("any", 30, 600), Asked("first", 20, 400)]
+    for request in requests:
+        wanted = request.request_id
+        request.kv_transfer_params = {"headway": {"id": wanted, "suspended": wanted}}
+    suspended = all_at_once(SmallScheduler(60, victim), requests)
+    assert suspended[0] == "first" and "any" in suspended and "last" not in suspended
+
+
+@pytest.mark.parametrize("victim", ["rest", "age", "context"])
+def test_what_another_engine_copies_is_not_suspended(victim: str) -> None:
+    """Its blocks are kept for that engine: memory would not be freed."""
+    for copied in (set[str](), {"long"}):
+        scheduler = SmallScheduler(60, victim)
+        scheduler.connector.connector_scheduler.copied = copied
+        suspended = all_at_once(scheduler, [Asked("long", 40, 700), Asked("short", 20, 500)])
+        assert suspended and ("long" in suspended) == (not copied)
+
+
 @given(
     lengths=st.lists(st.sampled_from([1, 5, 25, 60, 500, 700]), min_size=1, max_size=120),
     every=st.integers(1, 12),
@@ -198,6 +232,20 @@ def test_nobody_is_suspended_for_longer_than_its_bound(
             first = min(overdue, key=lambda one: one.until).request
             late = [step for step, _ in first.passed_by if step > before[id(first)].until + 8]
             assert not late, "nobody begins before the one that has waited for longest"
+
+
+def test_a_forecast_far_too_long_does_not_leave_one_out_for_as_long() -> None:
+    scheduler = SmallScheduler(60, "rest")
+    scheduler.part = lambda kind: SimpleNamespace(
+        means=lambda requests: np.full(len(requests), 9e3)
+    )  # type: ignore[method-assign]
+    for _ in range(60):
+        scheduler.victims._lengths.ended(400, was_cut=False)
+    scheduler._suspend(Asked("overestimated", 20, 400))
+    scheduler._suspend(Asked("capped", 20, 400, max_tokens=10))
+    limits = {name: one.until for name, one in scheduler.victims._suspended.items()}
+    assert limits == {"overestimated": 800, "capped": 256}
+    assert scheduler.victims._suspended["overestimated"].rest == 9_000
 
 
 def test_all_come_back_soon_where_all_were_suspended_and_fit() -> None:

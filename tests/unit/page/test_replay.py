@@ -238,7 +238,7 @@ def get(url: str, token: str = "") -> tuple[int, bytes]:
 def replaying(command: list[str], log: Path, beside: Path) -> Iterator[tuple[str, str]]:
     """Run the command; yield the address, and the token."""
     process = subprocess.Popen(
-        [*command, "replay", str(log), "--beside", str(beside), "--port", "0"],
+        [*command, "demo", "--replay", str(log), str(beside), "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -282,14 +282,16 @@ def test_mistakes_are_said_in_a_line(
         ([empty], "is empty: was it recorded with --record?"),
         ([other], "is not a log of `headway serve` or `headway simulate --record`"),
         ([tmp_path / "none"], "none does not exist"),
-        ([log, "--beside", empty], "is empty: was it recorded with --record?"),
+        ([log, empty], "is empty: was it recorded with --record?"),
         ([log, "--port", "70000"], "a port is a number from 0 to 65535"),
+        ([log, log, log], "--replay shows one log or two, not 3"),
         (
             ["--config", small, "--record", tmp_path / "a.gz", "--record-every", "0"],
             "--record-every must be above 0 seconds",
         ),
     ):
-        assert exit_status("simulate" if small in arguments else "replay", *arguments) == 1
+        verb = ["simulate"] if small in arguments else ["demo", "--replay"]
+        assert exit_status(*verb, *arguments) == 1
         errors = capsys.readouterr().err
         assert says in errors
         assert errors.count("\n") == 1

@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from rescheduler.commands.command_line import main
-from rescheduler.commands.command_parser import run_command
-from rescheduler.papers.studies.barrier_tax import barrier_tax, retimed_throughput
+from rescheduler.papers.studies.barrier_tax import retimed_throughput
 from rescheduler.papers.studies.fairbatching import LoadCurve
-from rescheduler.papers.studies.scaling import fitted_slope, scaling
+from rescheduler.papers.studies.scaling import fitted_slope
 from rescheduler.simulator.config.simulation_config import SimulationConfig, read_config
 from rescheduler.simulator.experiments.workers import groups
 from rescheduler.simulator.results.metrics import RunResult, Summary
@@ -203,26 +202,6 @@ def test_what_overhead_dilutes_is_written(tmp_path: Path) -> None:
         assert row["max_minus_min"] < rows[0]["max_minus_min"]
 
 
-@pytest.mark.parametrize(
-    ("study", "changes", "message"),
-    [
-        ("barrier-tax", {"step_time": {"name": "bfio"}}, "a step a second"),
-        ("barrier-tax", {"max_steps": 10}, "run to its end"),
-        ("scaling", {"policies": ["fcfs"]}, "a baseline, and the policy"),
-        ("scaling", {"cases": {}}, "cases: at least one"),
-    ],
-)
-def test_what_a_study_cannot_do_is_refused(
-    tmp_path: Path, study: str, changes: dict[str, Any], message: str
-) -> None:
-    name = "bfio_theory" if study == "scaling" else "barrier_tax"
-    path = tmp_path / "bad.yaml"
-    path.write_text(yaml.safe_dump(values_of(name) | changes))
-    function = {"scaling": scaling, "barrier-tax": barrier_tax}[study]
-    with pytest.raises(ValueError, match=message):
-        run_command(function, ["--config", str(path), "--out", str(tmp_path / "out")], "study")
-
-
 def test_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["papers"]) == 0
     assert "barrier-tax" in capsys.readouterr().out
@@ -286,18 +265,28 @@ def test_a_peak_is_the_most_over_the_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("study", "changes", "message"),
     [
-        ({"baselines": ["vLLM"]}, "baselines: 'vLLM' is none of Sarathi, fair"),
-        ({"tuned": {"vLLM": {}}}, "tuned: 'vLLM' is none of"),
-        ({"case_loads": {"three": [1.0]}}, "case_loads: 'three' is none of one, two"),
-        ({"slo": None, "systems": {"Sarathi": {}}}, "slo and baselines"),
+        ("barrier-tax", {"step_time": {"name": "bfio"}}, "a step a second"),
+        ("barrier-tax", {"max_steps": 10}, "run to its end"),
+        ("scaling", {"policies": ["fcfs"]}, "a baseline, and the policy"),
+        ("scaling", {"cases": {}}, "cases: at least one"),
+        ("fairbatching", {"baselines": ["vLLM"]}, "baselines: 'vLLM' is none of Sarathi, fair"),
+        ("fairbatching", {"tuned": {"vLLM": {}}}, "tuned: 'vLLM' is none of"),
+        ("fairbatching", {"case_loads": {"three": [1.0]}}, "case_loads: 'three' is none of one"),
+        ("fairbatching", {"slo": None, "systems": {"Sarathi": {}}}, "slo and baselines"),
     ],
 )
-def test_what_the_study_cannot_do_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+def test_what_a_study_cannot_do_is_refused(
+    tmp_path: Path,
+    study: str,
+    changes: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(small(**changes)))
-    assert main(["papers", "fairbatching", "--config", str(path), "--out", str(tmp_path)]) == 1
+    names = {"scaling": "bfio_theory", "barrier-tax": "barrier_tax"}
+    values = small() if study == "fairbatching" else values_of(names[study])
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml.safe_dump(values | changes))
+    assert main(["papers", study, "--config", str(path), "--out", str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err

@@ -25,7 +25,6 @@ from rescheduler.papers.fine_tuning import LabelledTexts, minilm_folder
 from rescheduler.papers.prompt_length import (
     BucketCurve,
     LengthBuckets,
-    LengthPredictor,
     Prompts,
     load_length_predictor,
     load_task_classifier,
@@ -38,10 +37,7 @@ from rescheduler.papers.prompt_length.classifiers import (
     LengthForest,
     train_classifier,
 )
-from rescheduler.papers.prompt_length.length_predictor import (
-    save_length_predictor,
-    save_task_classifier,
-)
+from rescheduler.papers.prompt_length.length_predictor import save_classifier
 from rescheduler.papers.prompt_length.prompt_table import load_answered_prompts
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "prompt_length"
@@ -102,7 +98,7 @@ def some_prompts(*tasks: str) -> Prompts:
 
 
 def classifier_of(encoder: Path, hinted: bool) -> EncoderClassifier:
-    return EncoderClassifier.pretrained(str(encoder), LABELS, TASKS, hinted, 40, 0.1)
+    return EncoderOptions(str(encoder), max_tokens=40).classifier(LABELS, TASKS, hinted)
 
 
 def curve() -> BucketCurve:
@@ -147,7 +143,7 @@ def test_what_cannot_be_learnt_from_is_refused(
         (["--buckets", '{"all": {"edges": [500]}}'], "in one bucket: there is nothing to learn"),
         (
             ["--buckets", '{"all": {"edges": [20]}}', "--encoder.model", "nobody/nothing"],
-            "encoder 'nobody/nothing' cannot be loaded",
+            "model 'nobody/nothing' cannot be loaded",
         ),
     ):
         command = ["papers", "train-length", *map(str, answered), "--out", str(tmp_path / "out")]
@@ -184,14 +180,12 @@ def test_the_hint_is_never_cut(tiny_encoder: Path) -> None:
 def test_an_encoder_checkpoint_forecasts_the_same(
     tiny_encoder: Path, tmp_path: Path, hinted: bool
 ) -> None:
-    predictor = LengthPredictor(
-        classifier_of(tiny_encoder, hinted), curve(), "acme/model", {"a": 1}
-    )
-    save_length_predictor(predictor, tmp_path)
+    classifier = classifier_of(tiny_encoder, hinted)
+    save_classifier(classifier, curve(), "acme/model", {"a": 1}, tmp_path)
     loaded = load_length_predictor(tmp_path)
     prompts = some_prompts("story", "short_answer", "story")
-    assert np.array_equal(loaded.probabilities(prompts), predictor.probabilities(prompts))
-    assert loaded.curve == predictor.curve
+    assert np.array_equal(loaded.probabilities(prompts), classifier.probabilities(prompts))
+    assert loaded.curve == curve()
     assert (loaded.serving_model, loaded.provenance) == ("acme/model", {"a": 1})
     card = (tmp_path / "README.md").read_text()
     assert "0–19, 20–59, ≥60" in card
@@ -201,13 +195,14 @@ def test_an_encoder_checkpoint_forecasts_the_same(
 def test_a_checkpoint_of_something_else_or_damaged_is_refused(
     tiny_encoder: Path, tmp_path: Path
 ) -> None:
-    classifier = EncoderClassifier.pretrained(str(tiny_encoder), TASKS, TASKS, False, 40, 0.0)
-    save_task_classifier(classifier, "acme/model", {}, tmp_path)
+    options = EncoderOptions(str(tiny_encoder), max_tokens=40)
+    classifier = options.classifier(TASKS, TASKS, hinted=False)
+    save_classifier(classifier, None, "acme/model", {}, tmp_path)
     prompts = some_prompts("story", "story")
     assert load_task_classifier(tmp_path).predicted(prompts) == classifier.predicted(prompts)
     with pytest.raises(CheckpointError, match="kind 'prompt_task', wanted 'prompt_length'"):
         load_length_predictor(tmp_path)
-    save_length_predictor(LengthPredictor(grown()[0], curve(), "acme/model", {}), tmp_path)
+    save_classifier(grown()[0], curve(), "acme/model", {}, tmp_path)
     for damaged in ("model.safetensors", "config.json"):
         (tmp_path / damaged).write_text("{")
         with pytest.raises(CheckpointError, match=str(tmp_path)):
@@ -224,7 +219,7 @@ def test_a_forest_is_what_scikit_learn_grows(tmp_path: Path) -> None:
     model = RandomForestClassifier(20, min_samples_leaf=3, random_state=0).fit(features, found)
     np.testing.assert_allclose(forest.probabilities(prompts), model.predict_proba(features))
     assert (forest.probabilities(prompts).argmax(axis=1) == found).mean() > 0.97
-    save_length_predictor(LengthPredictor(forest, curve(), "acme/model", {}), tmp_path)
+    save_classifier(forest, curve(), "acme/model", {}, tmp_path)
     loaded = load_length_predictor(tmp_path)
     assert np.array_equal(loaded.probabilities(prompts), forest.probabilities(prompts))
     assert isinstance(loaded.forecast(prompts), SurvivalForecast)

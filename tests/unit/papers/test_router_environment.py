@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gymnasium.utils.env_checker import check_env
-from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_profiles import TRUE, profile_of
@@ -19,8 +18,8 @@ from simulated_cases import engine_setup
 from rescheduler.papers.jain_router.environment import (
     RouterConfig,
     RouterEnvironment,
-    RouterVectorEnvironment,
     Shaping,
+    router_environments,
 )
 from rescheduler.papers.jain_router.workload_impact import (
     ImpactRules,
@@ -85,7 +84,7 @@ def test_rewards_and_work_of_a_lone_request_are_those_computed_by_hand() -> None
         [0.0, 0.0, 0.0, 0.0],
     ]
     np.testing.assert_allclose([info["work"] for info in infos], expected)
-    result = environment.vector.simulations[0].result("agent")
+    result = environment.simulation.result("agent")
     assert result.requests.instance.tolist() == [1]
     assert result.requests.placed.tolist() == [0.25]
 
@@ -121,57 +120,53 @@ def test_all_who_wait_count_however_many_they_are() -> None:
     n = 2 * FIRST_POOL + 1
     trace = {"name": "lognormal", "requests": n, "prompt_max": 400, "output_max": 500}
     setup = small_setup(pool={"limit": 4}, trace=trace, arrivals=FAST)
-    environment = RouterVectorEnvironment([setup], TASK)
+    environment = RouterEnvironment(setup, TASK)
     environment.reset(seed=0)
     new = 0.0
     for _ in range(60):
-        *_, info = environment.step(np.array([2]))
-        new += info["work"][0, 3]
-    assert new == info["work"][0, 1] == n
+        *_, info = environment.step(np.int64(2))
+        new += info["work"][3]
+    assert new == info["work"][1] == n
 
 
 def played(
-    environment: RouterVectorEnvironment, seed: int, actions: npt.NDArray[np.int64]
-) -> tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]]:
+    environment: RouterEnvironment, seed: int
+) -> tuple[list[npt.NDArray[np.float64]], list[float]]:
+    """States and rewards of an episode of random actions."""
     states, rewards = [environment.reset(seed=seed)[0]], []
-    for row in actions:
-        state, reward, ended, _, _ = environment.step(row)
+    ended = False
+    for action in np.random.default_rng(seed).integers(0, 3, 3000):
+        state, reward, ended, _, _ = environment.step(action)
         states.append(state)
         rewards.append(reward)
-        if ended.all():
+        if ended:
             break
+    assert ended
     return states, rewards
-
-
-def random_actions(seed: int, n: int, steps: int = 3000) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, 3, (steps, n))
 
 
 @few
 @given(st.integers(0, 10_000))
 def test_an_episode_is_the_same_again_and_serves_everybody(seed: int) -> None:
-    environment = RouterVectorEnvironment([small_setup()], TASK, num_envs=2)
-    actions = random_actions(seed, 2)
-    states, rewards = played(environment, seed, actions)
-    served = [simulation.result("agent").requests for simulation in environment.simulations]
-    for requests in served:
-        assert sorted(requests.number.tolist()) == list(range(40))
-        assert (requests.placed >= requests.arrival).all()
+    environment = RouterEnvironment(small_setup(), TASK)
+    states, rewards = played(environment, seed)
+    requests = environment.simulation.result("agent").requests
+    assert sorted(requests.number.tolist()) == list(range(40))
+    assert (requests.placed >= requests.arrival).all()
     for state in states:
         assert environment.observation_space.contains(state)
-    again_states, again_rewards = played(environment, seed, actions)
+    again_states, again_rewards = played(environment, seed)
     np.testing.assert_array_equal(np.array(states), np.array(again_states))
-    np.testing.assert_array_equal(np.array(rewards), np.array(again_rewards))
+    assert rewards == again_rewards
 
 
 @few
 @given(st.integers(0, 10_000))
 def test_rewards_sum_to_completions_less_unfinished_work(seed: int) -> None:
     # With the truth for a forecast the unfinished work follows from the requests' own times.
-    setup = small_setup(forecast={"name": "oracle"})
-    environment = RouterVectorEnvironment([setup], TASK)
-    _, rewards = played(environment, seed, random_actions(seed, 1))
-    requests = environment.simulations[0].result("agent").requests
+    environment = RouterEnvironment(small_setup(forecast={"name": "oracle"}), TASK)
+    _, rewards = played(environment, seed)
+    requests = environment.simulation.result("agent").requests
     ticks = np.arange(1, len(rewards) + 1) * TASK.interval
     bound = 0.0
     for arrival, end, prompt, output in zip(
@@ -179,31 +174,14 @@ def test_rewards_sum_to_completions_less_unfinished_work(seed: int) -> None:
     ):
         alone = prompt * TASK.prompt_seconds + output * TASK.token_seconds
         bound += np.count_nonzero((ticks >= arrival) & (ticks < end)) / alone
-    total = float(np.sum(rewards))
-    assert 60.0 * 40 - bound <= total < 60.0 * 40
+    assert 60.0 * 40 - bound <= sum(rewards) < 60.0 * 40
 
 
-def test_simulations_side_by_side_are_those_alone_and_setups_take_turns() -> None:
+def test_setups_take_turns() -> None:
     busy = small_setup(arrivals={"kind": "poisson", "rate": 30.0})
-    actions = random_actions(7, 3)
-    together = RouterVectorEnvironment([small_setup(), busy], TASK, num_envs=3)
-    _, rewards = played(together, 11, actions)
-    for b, setup in enumerate((small_setup(), busy, small_setup())):
-        alone = RouterVectorEnvironment([setup], TASK)
-        _, own = played(alone, 11 + b, actions[:, b : b + 1])
-        np.testing.assert_array_equal(np.array(own)[:, 0], np.array(rewards)[: len(own), b])
-        assert (np.array(rewards)[len(own) :, b] == 0.0).all()
-
-
-def test_what_has_ended_stays_until_it_is_begun_anew() -> None:
-    environment = RouterVectorEnvironment([small_setup()], TASK, num_envs=2)
-    assert environment.metadata["autoreset_mode"] is AutoresetMode.DISABLED
-    played(environment, 3, random_actions(3, 2))
-    _, reward, ended, _, _ = environment.step(np.array([0, 0]))
-    assert ended.all() and (reward == 0.0).all()
-    environment.reset(seed=3, options={"reset_mask": np.array([True, False])})
-    _, _, ended, _, _ = environment.step(np.array([0, 0]))
-    assert ended.tolist() == [False, True]
+    environments = router_environments([small_setup(), busy], TASK, 3)
+    rewards = [played(environment, 11)[1] for environment in environments]
+    assert rewards[0] == rewards[2] != rewards[1]
 
 
 def test_an_episode_is_cut_at_its_longest() -> None:
@@ -214,17 +192,15 @@ def test_an_episode_is_cut_at_its_longest() -> None:
 
 
 def test_shaping_adds_the_terms_that_info_has() -> None:
-    plain = RouterVectorEnvironment([small_setup()], TASK)
-    shaped = RouterVectorEnvironment([small_setup()], TASK)
+    plain, shaped = (RouterEnvironment(small_setup(), TASK) for _ in range(2))
     shaped.shaping = Shaping(2.0, 3.0)
     plain.reset(seed=4)
     shaped.reset(seed=4)
-    for row in random_actions(4, 1, 200):
-        _, base, _, _, info = plain.step(row)
-        _, reward, _, _, _ = shaped.step(row)
-        expected = base + 2.0 * info["mixing"] + 3.0 * info["guidance"]
-        np.testing.assert_allclose(reward, expected)
-        assert (info["guidance"] <= 0.0).all()
+    for action in np.random.default_rng(4).integers(0, 3, 200):
+        _, base, _, _, info = plain.step(action)
+        _, reward, _, _, _ = shaped.step(action)
+        assert reward == pytest.approx(base + 2.0 * info["mixing"] + 3.0 * info["guidance"])
+        assert info["guidance"] <= 0.0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -232,31 +208,31 @@ def test_a_router_does_in_a_simulation_what_it_does_in_the_environment(seed: int
     setup = small_setup()
     layers = random_layers(2, seed=seed)
     parameters = network_parameters(layers)
-    environment = RouterVectorEnvironment([setup], TASK)
+    environment = RouterEnvironment(setup, TASK)
     observed, info = environment.reset(seed=seed)
-    ended = np.array([False])
+    ended = False
     states, view_states = [], []
     for _ in range(2000):
-        if info["routable"][0]:
-            states.append(observed[0])
+        if info["routable"]:
+            states.append(observed)
             view_states.append(state_of_view(environment))
-        values = action_values(parameters, observed[0])
-        empty = environment.simulations[0].view().running.sum() == 0
-        action = int(values[:2].argmax() if empty else values.argmax())
-        observed, _, ended, _, info = environment.step(np.array([action]))
-        if ended[0]:
+        values = action_values(parameters, observed)
+        empty = environment.simulation.view().running.sum() == 0
+        action = values[:2].argmax() if empty else values.argmax()
+        observed, _, ended, _, info = environment.step(action)
+        if ended:
             break
     np.testing.assert_allclose(np.array(states), np.array(view_states))
-    assert ended[0]
-    stepped = environment.simulations[0].result("agent").requests
+    assert ended
+    stepped = environment.simulation.result("agent").requests
     routed = run(setup, LearnedRouter(checkpoint(layers)), seed).requests
     for name in ("number", "instance", "placed", "end"):
         np.testing.assert_array_equal(getattr(stepped, name), getattr(routed, name))
 
 
-def state_of_view(environment: RouterVectorEnvironment) -> npt.NDArray[np.float64]:
+def state_of_view(environment: RouterEnvironment) -> npt.NDArray[np.float64]:
     """The state as a live router would compute it, from a view of the cluster."""
-    view = environment.simulations[0].view()
+    view = environment.simulation.view()
     edges = np.array(TASK.edges, dtype=np.int64)
     inputs = routing_inputs(view, np.empty(0, dtype=np.int64), False, True, edges)
     state = np.zeros(state_size(2, len(TASK.edges)))
@@ -276,37 +252,26 @@ def test_a_task_that_means_nothing_is_refused() -> None:
     for options, match in (
         ({"interval": 0.0}, "router.interval must be above 0"),
         ({"edges": (1, 2)}, "router.edges must ascend from 0"),
-        ({"balance": 2.0}, "router.balance must be in"),
+        ({"balance": 2.0}, "router.balance must be at least 0 and at most 1, not 2.0"),
     ):
         with pytest.raises(ValueError, match=match):
             RouterConfig(**options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least 1 simulations at once, not 0"):
-        RouterVectorEnvironment([small_setup()], TASK, num_envs=0)
-    environment = RouterVectorEnvironment([small_setup()], TASK)
-    with pytest.raises(ValueError, match="2 seeds for 1 simulations"):
-        environment.reset(seed=[1, 2])
+    environment = RouterEnvironment(small_setup(), TASK)
     environment.reset(seed=0)
-    for actions in ([3], [-1], [0, 0]):
-        with pytest.raises(ValueError, match=r"actions of shape|in 0 \.\. 2"):
-            environment.step(np.array(actions))
+    for action in (3, -1):
+        with pytest.raises(ValueError, match=r"an action is in 0 \.\. 2, not"):
+            environment.step(np.int64(action))
 
 
 V100 = ImpactRules(prompt_gradient=3.2e-4, decode_gradient=3.3e-5, balance=0.5, tolerance=2.0)
 
 
-def test_a_prompt_costs_nothing_up_to_the_tolerance() -> None:
-    # T = 3.2e-4 · (50² + 1000) = 1.12 s
+def test_impacts_are_those_computed_by_hand() -> None:
+    # T = 3.2e-4 · (50² + 1000) = 1.12 s is tolerated; 3.2e-4 · (50² + 10000) = 4 s is twice ε.
     assert prompt_impact(V100, 1000.0, 50.0) == 1.0
-    # T = 3.2e-4 · (50² + 10000) = 4 s, twice the tolerance
     assert prompt_impact(V100, 10_000.0, 50.0) == pytest.approx(-1.0)
-
-
-def test_decodes_are_slowed_by_all_tokens_that_are_there_or_come() -> None:
     # −3.3e-5 · (10000 + 50 + 200)
     assert decode_impact(V100, 10_000.0, 50.0, 200.0) == pytest.approx(-0.33825)
-
-
-def test_both_phases_are_balanced() -> None:
     assert mixing(V100, 10_000.0, 50.0, 200.0) == pytest.approx(0.5 * -1.0 + 0.5 * -0.33825)
     prompt_only = V100._replace(balance=1.0)
     assert mixing(prompt_only, 10_000.0, 50.0, 200.0) == pytest.approx(-1.0)
@@ -338,7 +303,9 @@ def test_gradients_come_from_a_profile(tmp_path: Path) -> None:
     write_profile(profile, tmp_path / "profile.yaml")
     config = RouterConfig(profile=tmp_path / "profile.yaml", balance=0.25, tolerance_s=3.0)
     gradients = profile.gradients
-    assert config.impact() == ImpactRules(gradients.prompt, gradients.decode, 0.25, 3.0)
-    assert config.alone() == (gradients.prompt, profile.batch.seconds(1, 0))
+    rewards = config.rewards()
+    assert rewards.impact == ImpactRules(gradients.prompt, gradients.decode, 0.25, 3.0)
+    assert rewards.guide == rewards.impact._replace(tolerance=0.05)
+    assert rewards[1:3] == (gradients.prompt, profile.batch.seconds(1, 0))
     with pytest.raises(ValueError, match="no profile of an engine"):
-        RouterConfig(profile=tmp_path / "missing.yaml").impact()
+        RouterConfig(profile=tmp_path / "missing.yaml").rewards()

@@ -23,7 +23,7 @@ from routing_views import cluster
 
 from rescheduler.commands.command_parser import run_command
 from rescheduler.papers.jain_router.agent import AgentConfig
-from rescheduler.papers.jain_router.environment import RouterConfig, RouterVectorEnvironment
+from rescheduler.papers.jain_router.environment import RouterConfig, RouterEnvironment
 from rescheduler.papers.jain_router.train_router import (
     competitors,
     play,
@@ -161,22 +161,22 @@ SLOW = RouterConfig(interval=0.5, edges=(0, 64, 256), max_seconds=120.0)
 """A decision every half a second, so that waiting in vain is dear."""
 
 
-def mean_reward(layers: Layers | None, setup: RunSetup) -> float:
+def total_reward(layers: Layers | None, setup: RunSetup) -> float:
     """Of four episodes that were not trained on, at random without a network."""
-    environment = RouterVectorEnvironment([setup], SLOW, num_envs=4)
-    states, _ = environment.reset(seed=900)
+    environment = RouterEnvironment(setup, SLOW)
     generator = np.random.default_rng(0)
     parameters = None if layers is None else network_parameters(layers)
-    total, going = 0.0, True
-    while going:
-        if parameters is None:
-            actions = generator.integers(0, 3, 4)
-        else:
-            values = [action_values(parameters, state) for state in states]
-            actions = np.array([value.argmax() for value in values])
-        states, rewards, ended, cut, _ = environment.step(actions)
-        total += float(rewards.sum())
-        going = not (ended | cut).all()
+    total = 0.0
+    for seed in range(900, 904):
+        state, _ = environment.reset(seed=seed)
+        ended = cut = False
+        while not (ended or cut):
+            if parameters is None:
+                action = generator.integers(0, 3)
+            else:
+                action = action_values(parameters, state).argmax()
+            state, reward, ended, cut, _ = environment.step(action)
+            total += reward
     return total
 
 
@@ -186,7 +186,7 @@ def test_training_is_better_than_random(tmp_path: Path) -> None:
     setup = run_setup(config)
     longer = replace(SHORT, episodes=10, exploration_episodes=8)
     trained = train_router(Job((config,), SLOW, AGENT, longer, "guided", 0, tmp_path))
-    assert mean_reward(trained.checkpoint.layers, setup) > mean_reward(None, setup)
+    assert total_reward(trained.checkpoint.layers, setup) > total_reward(None, setup)
 
 
 def test_a_stopped_training_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -166,24 +166,19 @@ def test_the_engine_averages_as_an_offline_pass_over_the_same_rows() -> None:
             np.testing.assert_allclose(engine.curve(name, n), expected, atol=1e-6)
 
 
-def test_a_preempted_request_goes_on_with_its_average() -> None:
+@given(st.sampled_from([0, 40]), st.lists(st.booleans(), min_size=2, max_size=5))
+def test_a_request_goes_on_with_its_average(began: int, preempted: list[bool]) -> None:
+    """It began here or on another engine; a preempted one is computed again, in two parts."""
     engine = Engine(k=1)
     engine.hook.request_added("a", PROMPT, CAP)
-    engine.step({"a": (0, PROMPT, 0)})
-    engine.step({"a": (PROMPT, 1, 1)})
-    engine.step({"a": (0, 5, 2)})  # everything is computed again, in two parts
-    engine.step({"a": (5, PROMPT - 3, 2)})
-    np.testing.assert_allclose(engine.curve("a", 2), offline("a", [0, 1, 2])[-1], atol=1e-6)
-
-
-def test_a_request_that_comes_from_another_engine_starts_with_its_own_state() -> None:
-    engine = Engine(k=1)
-    engine.hook.request_added("a", PROMPT, CAP)
-    for n in range(40, 43):
-        engine.step({"a": (PROMPT + n - 1, 1, n)})
-    expected = offline("a", [40, 41, 42])
-    np.testing.assert_allclose(engine.curve("a", 40), offline("a", [40])[0], atol=1e-6)
-    np.testing.assert_allclose(engine.curve("a", 42), expected[-1], atol=1e-6)
+    engine.step({"a": (PROMPT + began - 1, 1, began) if began else (0, PROMPT, 0)})
+    for n, again in enumerate(preempted, start=began + 1):
+        if again:
+            engine.step({"a": (0, 5, n)})
+        engine.step({"a": (5, PROMPT + n - 5, n) if again else (PROMPT + n - 1, 1, n)})
+    places = range(began, began + len(preempted) + 1)
+    for n, expected in zip(places, offline("a", places), strict=True):
+        np.testing.assert_allclose(engine.curve("a", n), expected, atol=1e-6)
 
 
 def test_a_later_request_of_the_same_name_knows_nothing_of_the_first() -> None:

@@ -13,6 +13,7 @@ from training_runs import FEW_ROWS, fit
 from data_collection.dataset.dataset_schema import requests_files
 from predictor.evaluation.report import LABELS, OWN_NAME
 from predictor.evaluation.survival_metrics import LEVELS, WITHIN
+from predictor.forecasts.forecast_recording import read_recording
 from predictor.training.rows_data_module import RowsDataModule
 from rescheduler.commands.command_line import main
 
@@ -107,10 +108,7 @@ def test_the_report_shows_every_method_and_every_figure(evaluation: Path) -> Non
 
 
 def test_a_regressor_is_measured_beside_what_needs_no_checkpoint(
-    memoryless: Path,
-    regressor_checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    memoryless: Path, regressor_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(memoryless), str(regressor_checkpoint), "--out", str(tmp_path)]
     assert main(["evaluate", *arguments]) == 0
@@ -157,23 +155,24 @@ def test_a_dataset_collected_later_is_measured_in_place_of_the_test_part(
     (dataset, checkpoint), later = small, tmp_path / "later"
     record(later, prefix="b")
     arguments = [str(dataset), str(checkpoint), "--out", str(tmp_path), "--on"]
-    message = "--on measures a whole dataset"
-    assert message in error_of(capsys, *arguments, str(later), "--part", "validation")
+    for part in ("validation", "all"):
+        message = f"--on measures a whole dataset, --part {part}"
+        assert message in error_of(capsys, *arguments, str(later), "--part", part)
     assert "no request with a prompt of its own" in error_of(capsys, *arguments, str(later))
     same = str(dataset / ".." / dataset.name)
     assert "--on must be another dataset" in error_of(capsys, *arguments, same)
     known, *others = requests_files(later)
+    own = with_column("prompt_token_ids", lambda values: [[i] for i, _ in enumerate(values)])
     for file in others:
-        change_shard(
-            file,
-            with_column("prompt_token_ids", lambda values: [[i] for i, _ in enumerate(values)]),
-        )
-    assert main(["evaluate", *arguments, str(later)]) == 0
+        change_shard(file, own)
+    forecasts = tmp_path / "forecasts.parquet"
+    assert main(["evaluate", *arguments, str(later), "--forecasts", str(forecasts)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     left_out = pq.read_metadata(known).num_rows
     assert metrics["n_requests"] == 20 - left_out
     assert metrics["notes"][0].startswith(f"{left_out} requests of later are left out")
     assert metrics["provenance"]["part"] == "later"
+    assert 0 < len(read_recording(forecasts)) <= metrics["n_requests"]
     assert {"constant_median", "kaplan_meier"} == set(metrics["comparators"])
 
 

@@ -1,6 +1,7 @@
 """Forecasts are proper survival curves, age as one, and sum to the load that is expected."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -129,41 +130,6 @@ def test_hand_computed_curves() -> None:
     assert outlived.at([0, 1, 49, 50]).tolist() == [[1, 0, 0, 0], [1, 1, 1, 0]]
 
 
-@pytest.mark.parametrize(
-    ("edges", "survival", "message"),
-    [
-        ([1, 2], [[1, 0.5]], "ascend from 0"),
-        ([0, 2, 2], [[1, 0.5, 0.2]], "ascend from 0"),
-        ([0, 1.5], [[1, 0.5]], "whole token counts"),
-        ([0, 2], [[1, 0.5, 0.2]], "2 edges"),
-        ([0, 2], [[0.9, 0.5]], "start at 1"),
-        ([0, 2], [[1, np.nan]], "stay in"),
-        ([0, 2, 3], [[1, 0.5, 0.6]], "never rise"),
-    ],
-)
-def test_an_invalid_survival_curve_is_refused(
-    edges: list[float], survival: list[list[float]], message: str
-) -> None:
-    with pytest.raises(ForecastError, match=message):
-        SurvivalForecast.new(edges, survival)
-
-
-@pytest.mark.parametrize(
-    "misuse",
-    [
-        lambda f: f.aged(-1),
-        lambda f: f.aged([1, 2, 3]),
-        lambda f: f.at(-1),
-        lambda f: f.quantile(1.2),
-        lambda f: f.capped(-3),
-    ],
-)
-def test_impossible_tokens_are_refused(misuse: object) -> None:
-    for forecast in (SurvivalForecast.new([0, 5], [[1, 0]]), PointForecast.new([4])):
-        with pytest.raises(ForecastError):
-            misuse(forecast)  # type: ignore[operator]
-
-
 def test_quantiles_of_requests_that_have_nearly_surely_ended() -> None:
     """However small what is left of the curve is, its shape counts."""
     forecast = SurvivalForecast.new([0, 50, 100], [[1, 1e-34, 1e-36]]).aged(np.array([60]))
@@ -249,39 +215,6 @@ def test_arrays_may_be_read_only_strided_or_of_half_precision() -> None:
         assert_loads_agree(expected_load(forecast, unsigned, strided, 3, 20), *expected)
 
 
-@pytest.mark.parametrize(
-    ("instance", "context", "n_instances", "horizon", "message"),
-    [
-        ([0], [1, 2], 2, 4, r"instance has shape \(1,\), the forecast is of 2"),
-        ([0, 1], [1], 2, 4, r"context_tokens has shape \(1,\)"),
-        ([[0, 1]], [1, 2], 2, 4, "instance has shape"),
-        ([0, 2], [1, 2], 2, 4, "instance 2 is not one of 2"),
-        ([-1, 0], [1, 2], 2, 4, "instance -1 is not one of 2"),
-        ([0, 1], [1, -2], 2, 4, "context of -2 tokens"),
-        ([0, 1], [1.0, 2.0], 2, 4, "context_tokens must be integers, not float64"),
-        ([0, 1], [1, 2], 2, -1, "over -1 steps"),
-        ([0, 1], [1, 2], -1, 4, "load of -1 instances"),
-    ],
-)
-def test_an_invalid_cluster_is_refused(
-    instance: list[int], context: list[int], n_instances: int, horizon: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        expected_load(
-            PointForecast.new([3.0, 4.0]),
-            np.array(instance),
-            np.array(context),
-            n_instances,
-            horizon,
-        )
-
-
-def test_curves_that_do_not_fit_their_ages_are_refused() -> None:
-    forecast = SurvivalForecast(np.array([0.0, 5.0]), np.ones((1, 3)), np.zeros(1), np.ones(1))
-    with pytest.raises(ForecastError, match="2 edges, 1 ages and 1 limits"):
-        expected_load(forecast, np.array([0]), np.array([0]), 1, 4)
-
-
 # Coarser and staler forecasts, for the sensitivity studies of STAR §6.5.
 
 TOTALS = np.array([90, 4_000, 20_000, 32_000])
@@ -324,10 +257,54 @@ def test_a_forecast_renewed_rarely_ages_in_between() -> None:
     np.testing.assert_array_equal(forecast.at(np.arange(50)), expected.at(np.arange(50)))
 
 
-def test_impossible_variants_are_refused() -> None:
+# What cannot be.
+
+ODD_CURVES: list[tuple[list[float], list[list[float]], str]] = [
+    ([1, 2], [[1, 0.5]], "ascend from 0"),
+    ([0, 2, 2], [[1, 0.5, 0.2]], "ascend from 0"),
+    ([0, 1.5], [[1, 0.5]], "whole token counts"),
+    ([0, 2], [[1, 0.5, 0.2]], "2 edges"),
+    ([0, 2], [[0.9, 0.5]], "start at 1"),
+    ([0, 2], [[1, np.nan]], "stay in"),
+    ([0, 2, 3], [[1, 0.5, 0.6]], "never rise"),
+]
+ODD_CLUSTERS: list[tuple[Any, ...]] = [
+    ([0], [1, 2], 2, 4, r"instance has shape \(1,\), the forecast is of 2"),
+    ([0, 1], [1], 2, 4, r"context_tokens has shape \(1,\)"),
+    ([[0, 1]], [1, 2], 2, 4, "instance has shape"),
+    ([0, 2], [1, 2], 2, 4, "instance 2 is not one of 2"),
+    ([-1, 0], [1, 2], 2, 4, "instance -1 is not one of 2"),
+    ([0, 1], [1, -2], 2, 4, "context of -2 tokens"),
+    ([0, 1], [1.0, 2.0], 2, 4, "context_tokens must be integers, not float64"),
+    ([0, 1], [1, 2], 2, -1, "over -1 steps"),
+    ([0, 1], [1, 2], -1, 4, "load of -1 instances"),
+]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for edges, survival, message in ODD_CURVES:
+        with pytest.raises(ForecastError, match=message):
+            SurvivalForecast.new(edges, survival)
+    misfit = SurvivalForecast(np.array([0.0, 5.0]), np.ones((1, 3)), np.zeros(1), np.ones(1))
+    with pytest.raises(ForecastError, match="2 edges, 1 ages and 1 limits"):
+        expected_load(misfit, np.array([0]), np.array([0]), 1, 4)
+    for instance, context, n_instances, horizon, message in ODD_CLUSTERS:
+        forecast, where = PointForecast.new([3.0, 4.0]), np.array(instance)
+        with pytest.raises(ValueError, match=message):
+            expected_load(forecast, where, np.array(context), n_instances, horizon)
     with pytest.raises(ValueError, match="no 3 bins"):
         star_bins(3, 32768)
     with pytest.raises(ValueError, match="ascend from 0"):
         binned(oracle(np.zeros(4, dtype=np.int64)), [0, 5, 5])
     with pytest.raises(ValueError, match="every 0 tokens"):
         renewed_every(oracle, 0)
+
+
+@pytest.mark.parametrize(
+    "forecast", [SurvivalForecast.new([0, 5], [[1, 0]]), PointForecast.new([4])]
+)
+def test_impossible_tokens_are_refused(forecast: Forecast) -> None:
+    impossible = [("aged", -1), ("aged", [1, 2, 3]), ("at", -1), ("quantile", 1.2), ("capped", -3)]
+    for misuse, tokens in impossible:
+        with pytest.raises(ForecastError):
+            getattr(forecast, misuse)(tokens)

@@ -150,10 +150,8 @@ def test_all_scores_are_given_by_horizon_and_level() -> None:
     assert scores.coverage is not None
     assert list(scores.coverage.values()) == coverages(forecast, came)
     for h in WITHIN:
-        assert within(forecast, came, h) == (
-            scores.brier_within[str(h)],
-            scores.auc_within[str(h)],
-        )
+        brier, auc = scores.brier_within[str(h)], scores.auc_within[str(h)]
+        assert within(forecast, came, h) == (brier, auc)
     point = survival_scores(PointForecast.new(forecast.median(), came.left), came)
     assert point.coverage is None, "a point forecast has no interval"
     assert point.ibs > scores.ibs
@@ -254,12 +252,9 @@ def test_recalibration_on_one_half_restores_coverage_on_the_other(power: float) 
         assert integrated_brier(recalibrated, unseen) < integrated_brier(raw, unseen)
 
 
-def test_there_is_nothing_to_recalibrate_from_where_all_were_cut() -> None:
+def test_recalibration_maps_what_was_forecast_to_what_was_observed() -> None:
     with pytest.raises(ForecastError, match="no request ended by itself"):
         fit_recalibration(np.array([0.3, 0.4]), np.array([True, True]))
-
-
-def test_recalibration_maps_what_was_forecast_to_what_was_observed() -> None:
     mapped = Recalibration([0, 0.5, 1], [0, 0.8, 1])
     survival = np.array([[1.0, 0.75, 0.5, 0.25, 0]])
     np.testing.assert_allclose(mapped.apply(survival), [[1, 0.6, 0.2, 0.1, 0]])
@@ -313,11 +308,6 @@ def test_a_recalibrated_curve_is_a_survival_curve(
 # The Kaplan-Meier curve.
 
 
-def test_no_observations_have_no_kaplan_meier_curve() -> None:
-    with pytest.raises(ValueError, match="there are no observations"):
-        KaplanMeierCurve.estimate(np.zeros(0), np.zeros(0, dtype=bool))
-
-
 @given(st.lists(st.tuples(st.integers(1, 200), st.booleans()), min_size=1, max_size=60))
 def test_the_kaplan_meier_curve_agrees_with_torchsurv(observed: list[tuple[int, bool]]) -> None:
     from torchsurv.stats.kaplan_meier import KaplanMeierEstimator
@@ -353,7 +343,9 @@ def test_the_grid_ascends_dense_near_0_and_relatively_even_beyond(limit: int) ->
     assert len(edges) < 90
 
 
-@pytest.mark.parametrize("limit", [20, 0])
-def test_a_grid_that_cannot_be_is_refused(limit: int) -> None:
-    with pytest.raises(ValueError, match="no grid to"):
-        survival_edges(limit)
+def test_a_grid_and_a_curve_that_cannot_be_are_refused() -> None:
+    for limit in (20, 0):
+        with pytest.raises(ValueError, match="no grid to"):
+            survival_edges(limit)
+    with pytest.raises(ValueError, match="there are no observations"):
+        KaplanMeierCurve.estimate(np.zeros(0), np.zeros(0, dtype=bool))

@@ -151,6 +151,20 @@ def test_training_starts_from_the_hazards_of_all_rows(tmp_path: Path) -> None:
     np.testing.assert_allclose(survival, 0, atol=0.05)
 
 
+def test_the_grid_reaches_the_longest_answer(tmp_path: Path) -> None:
+    """Nothing that a reasoning model writes is cut in silence."""
+    record_memoryless(tmp_path / "dataset", n_requests=100)
+    data = RowsDataModule(tmp_path / "dataset", cut_requests="censor")
+    data.setup("fit")
+    train = data.parts["train"]
+    shared = {"model": "m", "model_revision": "r", "hidden_size": 8, "k": 5, "widths": [16]}
+    assert SurvivalTraining().build(data, shared).edges[-1] == 8192
+    train.remaining_tokens[0] = 20_000
+    assert SurvivalTraining().build(data, shared).edges[-1] == 32_768
+    with pytest.raises(ValueError, match="20,000 tokens, and the grid ends at 8,192: give a larg"):
+        SurvivalTraining(limit=8192).build(data, shared)
+
+
 def test_tune_writes_its_table_and_goes_on(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from live_requests import live_request
 from scripted_cluster import Cluster, until
 
-from rescheduler.engines.deployment import AccountOptions
+from rescheduler.engines.proxy_options import AccountOptions
 from rescheduler.openai.request_reader import read_forwarded, read_request
 from rescheduler.placement.account import Account
 from rescheduler.placement.accounts import Accounts
@@ -196,6 +196,18 @@ class TestService:
         begun(table, request)
         table.ended(request, by_itself=True)
         assert request.account.served(None) == 30 + 2 * 1000
+
+    @pytest.mark.parametrize("several", [True, False])
+    def test_who_gives_up_before_a_place_to_decode_pays_for_its_prompt(
+        self, table: Accounts, several: bool
+    ) -> None:
+        request = asked(table.named("a"), foreseen=1000.0)
+        request.several, request.max_tokens = several, 4000
+        table.began(request)
+        table.placed(request, for_prefill=True)
+        assert request.account.served(None) == 30 + 2 * 1000, "it is expected to be answered"
+        table.ended(request, by_itself=False)
+        assert request.account.served(None) == 30
 
     def test_a_picture_is_no_million_tokens(self, table: Accounts) -> None:
         request = asked(table.named("a"))

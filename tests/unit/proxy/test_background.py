@@ -11,20 +11,22 @@ from coordinated_cluster import Coordinated
 from hypothesis import given
 from hypothesis import strategies as st
 from live_requests import instance_state, live_request
+from routing_views import view_of
 from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
 from benchmarks.support.engine_states import engine_state
 from predictor.forecasts.forecast import SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
-from rescheduler.engines.deployment import BackgroundOptions, Deployment, ProxyOptions
+from rescheduler.engines.deployment import Deployment
+from rescheduler.engines.proxy_options import BackgroundOptions, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_forwarded, read_request
+from rescheduler.placement.background import has_leftover
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Decision, Placements
-from rescheduler.placement.waiting_line import has_leftover
 from rescheduler.routing import JSQ
 from rescheduler.step_time.profile import MeanStepTime
 
@@ -52,18 +54,15 @@ def view(
         survival = np.tile([1.0, 1.0, 0.0, 0.0], (k, 1))
         return SurvivalForecast.new(edges, survival, np.full(k, np.inf))
 
-    return ClusterView(
-        slots=np.full(n, slots),
+    return view_of(
+        np.full(n, slots),
+        np.repeat(np.arange(n), running),
+        np.full(total, context),
+        [waits],
         kv_capacity=np.full(n, capacity, dtype=np.int64),
         queued=np.array(queued or [0] * n),
-        instance=np.repeat(np.arange(n), running),
-        prompt_tokens=np.full(total, context),
-        generated_tokens=np.zeros(total, dtype=np.int64),
         forecast=forecast(total),
-        waiting_prompt_tokens=np.array([waits]),
-        waiting_generated_tokens=np.array([0]),
         waiting_forecast=forecast(1),
-        waited_steps=np.array([0]),
     )
 
 
@@ -291,6 +290,13 @@ async def test_a_background_request_gives_way_and_loses_nothing(
             assert text_of(answer) == (200, it.tokenizer.decode(it.expected(300)))
         assert await it.metric("headway_proxy_background_requests_that_gave_way_total") >= 1
         assert await it.metric("headway_proxy_instance_failures_total") == 0
+
+
+@pytest.mark.cluster(decodes=1, background=ALL)
+async def test_background_requests_are_suspended_before_others(it: Cluster) -> None:
+    for fields, wanted in ((FLEX, "first"), ({}, None)):
+        assert (await asked(it, 5, **fields))[0] == 200
+        assert it.asked[-1]["kv_transfer_params"]["headway"].get("suspended") == wanted
 
 
 @pytest.mark.cluster(decodes=1, background=ALL)

@@ -2,42 +2,58 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from msgspec.structs import replace
+from scripted_cluster import names, scripted
+from tokenizers import Tokenizer
 
-from rescheduler.demo.demo import FleetLoad, skewed_load
-from rescheduler.demo.demo_load import (
+from rescheduler.demo import comparison
+from rescheduler.demo.comparison import skewed_load
+from rescheduler.demo.fleet import FleetLoad
+from rescheduler.demo.load import (
     LoadRequest,
-    LoadRun,
-    Objectives,
-    ServedRequest,
-    StreamChunk,
-    load_figures,
+    StreamedAnswer,
+    answer_figures,
+    chat_body,
     metric_total,
+    serve_answers,
 )
+from rescheduler.engines.launch_local import free_ports
+from rescheduler.serving import serve
+
+Answer = StreamedAnswer[LoadRequest]
 
 
-def request() -> LoadRequest:
-    return LoadRequest("long-0", "Tell me.", max_tokens=4, seed=3, arrives=0.0)
+def request(seed: int = 3, arrives: float = 0.0) -> LoadRequest:
+    return LoadRequest(f"long-{seed}", "Tell me.", max_tokens=7, seed=seed, arrives=arrives)
 
 
-def served(times: list[float], sent: float = 0.0, error: str = "") -> ServedRequest:
+def served(times: list[float], sent: float = 0.0, error: str = "") -> Answer:
     """A request whose n-th token came at the n-th time."""
-    pieces = [StreamChunk(n, f"w{n} ", time) for n, time in enumerate(times, 1)]
-    return ServedRequest(request(), sent, pieces, "" if error else "stop", error)
+    answer = Answer(request(), sent=sent, error=error)
+    for tokens, now in enumerate(times, 1):
+        delta = {"choices": [{"delta": {"content": "w"}}], "usage": {"completion_tokens": tokens}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("time.monotonic", lambda now=now: now)
+            answer.take(delta)
+    return answer
 
 
 def test_times_are_those_that_the_client_saw() -> None:
-    one = served([1.5, 1.6, 1.7, 2.9], sent=1.0)
-    assert one.ttft == pytest.approx(0.5)
-    assert one.tpot == pytest.approx(1.4 / 3)
-    assert one.longest_gap == pytest.approx(1.2)
-    nothing = ServedRequest(request(), 0.0)
-    assert (nothing.ttft, nothing.tpot, nothing.longest_gap, nothing.tokens) == (None, None, 0, 0)
+    answer = served([1.5, 1.6, 1.7, 2.9], sent=1.0)
+    assert (answer.sent, answer.first, answer.last, answer.tokens) == (1.0, 1.5, 2.9, 4)
+    assert answer.tpot == pytest.approx(1.4 / 3)
+    assert answer.longest_gap == pytest.approx(1.2)
+    assert answer.text == "wwww"
+    nothing = Answer(request())
+    assert (nothing.first, nothing.longest_gap, nothing.tokens) == (math.inf, 0, 0)
 
 
 def test_goodput_counts_what_was_in_time() -> None:
@@ -47,25 +63,48 @@ def test_goodput_counts_what_was_in_time() -> None:
         served([1.5, 1.6, 1.7]),  # 1.5 s to the first
         served([0.5]),  # no second token that could be late
         served([0.5, 0.6], error="HTTP 503"),
-        ServedRequest(request(), 0.0, error="refused"),
+        Answer(request(), error="refused"),
     ]
-    figures = load_figures(every, 10.0, Objectives(ttft_s=1.0, tpot_s=0.2))
-    assert figures["goodput"] == pytest.approx(0.2)
+    figures = answer_figures(every, 1.0, ttft_s=1.0, tpot_s=0.2)
+    assert figures["seconds"] == pytest.approx(1.7)
+    assert figures["goodput"] == pytest.approx(2 / 1.7)
     assert figures["met"] == pytest.approx(2 / 6)
     assert figures["failed"] == 2
-    assert figures["throughput"] == pytest.approx(12 / 10)
-    assert figures["tpot_p50"] == pytest.approx(0.1)
-    assert figures["ttft_p50"] == pytest.approx(0.5)
+    assert figures["tokens_per_s"] == pytest.approx(10 / 1.7)
+    assert figures["tpot"] == pytest.approx(0.5 / 3)
+    assert figures["ttft"] == pytest.approx(0.75)
 
 
 def test_the_load_puts_all_long_answers_on_every_second_place() -> None:
-    load = skewed_load()
-    assert load == skewed_load(), "the same in both phases"
+    load = skewed_load(10)
+    assert load == skewed_load(10), "the same in both phases"
     assert len({one.name for one in load}) == len(load)
     assert len({one.prompt for one in load[::2]}) == len(load) // 2
     assert {one.max_tokens for one in load[::2]} == {400}
     assert {one.max_tokens for one in load[1::2]} == {40}
     assert [one.arrives for one in load] == sorted(one.arrives for one in load)
+
+
+async def test_both_phases_are_served_and_compared(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr(comparison, "preemptions", lambda deployment: 3.0)  # of real engines
+    for name in ("_ALONE_SECONDS", "_APART_SECONDS"):
+        monkeypatch.setattr(comparison, name, 0.1)
+    planner = {"name": "star", "prediction": False, "interval_seconds": 0.1}
+    engines, deployment = await scripted(tokenizer, names(2), migration=planner)
+    port, admin_port = free_ports(2)
+    proxy = replace(deployment.proxy, port=port, admin_port=admin_port)
+    try:
+        table = await comparison.compared(replace(deployment, proxy=proxy), skewed_load(2))
+    finally:
+        for engine in engines.values():
+            await engine.stop()
+    label, still, moving = ([*column.cells] for column in table.columns)
+    assert label[0] == "goodput, in time per minute" and len(label) == len(still) == len(moving)
+    assert still[-3:] == ["0", "0", "0"], "preemptions, migrations, failures"
+    assert (moving[-3], moving[-1]) == ("0", "0")
 
 
 def server(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> TestServer:
@@ -100,21 +139,18 @@ async def test_a_load_is_sent_as_it_says_and_its_tokens_are_counted() -> None:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    load = [
-        LoadRequest("a", "Hello", 7, 1, 0.0),
-        LoadRequest("b", "Hello", 7, 9, 0.05),
-        LoadRequest("c", "Hello", 7, 8, 0.1),
-    ]
+    good, refused, broken = (Answer(request(seed, 0.05 * i)) for i, seed in enumerate((1, 9, 8)))
     async with server(answer) as there:
         url = str(there.make_url("")).rstrip("/")
-        good, refused, broken = await LoadRun(url, "smollm2", load, "salt").run()
+        body = partial(chat_body, "smollm2", salt="salt")
+        await serve_answers(url, [good, refused, broken], body)
     assert (good.text, good.tokens, good.finish_reason, good.error) == ("Once é", 3, "stop", "")
     assert "503: no room" in refused.error
     assert broken.error == "the stream ended before its request"
     assert broken.tokens == 2
-    assert [one["name"] for one in asked] == ["a", "b", "c"]
+    assert [one["name"] for one in asked] == ["long-1", "long-9", "long-8"]
     first = asked[0]
-    assert first["messages"] == [{"role": "user", "content": "Hello"}]
+    assert first["messages"] == [{"role": "user", "content": "Tell me."}]
     assert (first["max_tokens"], first["seed"], first["cache_salt"]) == (7, 1, "salt")
 
 
@@ -122,7 +158,7 @@ async def test_a_fleets_clients_ask_for_one_answer_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("_RAMP_SECONDS", "_BREATH_SECONDS"):
-        monkeypatch.setattr(f"rescheduler.demo.demo.{name}", 0.0)
+        monkeypatch.setattr(f"rescheduler.demo.fleet.{name}", 0.0)
     prompts: list[list[int]] = []
     together, enough = asyncio.Barrier(8), asyncio.Event()
 
@@ -154,8 +190,8 @@ async def test_a_fleets_clients_ask_for_one_answer_after_the_other(
 
 
 async def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
-    run = LoadRun("http://127.0.0.1:1", "smollm2", [request()], "salt")
-    (answer,) = await run.run()
+    answer = Answer(request())
+    await serve_answers("http://127.0.0.1:1", [answer], partial(chat_body, "smollm2", salt=""))
     assert "ClientConnectorError" in answer.error
 
 

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rescheduler.engines.deployment import (
-    Deployment,
-    EngineOptions,
-    Instance,
-    ProxyOptions,
-    TraceOptions,
-    read_deployment,
-)
+from rescheduler.engines.deployment import Deployment, EngineOptions, Instance, read_deployment
 from rescheduler.engines.engine_command import (
     IN_PROCESS,
     EngineCommand,
@@ -25,6 +18,7 @@ from rescheduler.engines.engine_command import (
     engine_command,
     lone_engine_command,
 )
+from rescheduler.engines.proxy_options import ProxyOptions, TraceOptions
 
 PREFILL = Instance("prefill-0", "prefill", "http://127.0.0.1:8100")
 DECODE = Instance(

@@ -16,7 +16,8 @@ from rescheduler.finish_times.finish_times import FinishTimes
 from rescheduler.finish_times.lengths import LatelyEnded
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, RequestRefusedError
 from rescheduler.openai.request_reader import read_forwarded, read_request
-from rescheduler.placement.dispatcher import Background, Dispatcher
+from rescheduler.placement.background import Background
+from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placeable
@@ -31,9 +32,9 @@ STEPS = [
     (LiveForecasts, "ended"),
     (LatelyEnded, "quantiles"),
     (LatelyEnded, "curves"),
-    (WaitingLine, "_expected_left"),
+    (WaitingLine, "expected_left"),
     (WaitingLine, "ended"),
-    (Dispatcher, "with_leftover"),
+    (Background, "_with_leftover"),
     (Dispatcher, "_place_on"),
     (Background, "began"),
     (LiveRequest, "begin_prefill"),
@@ -102,10 +103,7 @@ async def ask(it: Cluster, name: str, tier: str) -> int:
 WORST = [-(2**63), 2**63 - 1, -1, 0, 1, 2**62]
 
 
-@given(
-    st.sampled_from(WORST) | st.integers(-(2**63), 2**63 - 1),
-    st.integers(1, 2**40),
-)
+@given(st.sampled_from(WORST) | st.integers(-(2**63), 2**63 - 1), st.integers(1, 2**40))
 def test_whatever_is_asked_for_can_be_forecast(most: int, expected: int) -> None:
     """What is refused is; and what is not, or comes from elsewhere, leaves the others alone."""
     try:

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from clients import client
 from coordinated_cluster import Coordinated
 from hypothesis import given
 from hypothesis import strategies as st
 from live_requests import live_request
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from scripted_cluster import PROMPT, Cluster
+from scripted_cluster import PROMPT, Cluster, until
 
-from rescheduler.engines.deployment import AccountOptions
+from rescheduler.engines.proxy_options import AccountOptions
 from rescheduler.openai.openai_request import COMPLETIONS, RequestRefusedError
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.accounts import Accounts
@@ -88,6 +89,28 @@ async def test_waiting_streams_are_told_their_place(it: Cluster) -> None:
         for events, _ in answers
     ]
     assert max(places) >= 1
+
+
+@pytest.mark.cluster(decodes=1, order={"name": "fcfs", "fairness": 1.0})
+async def test_what_is_promised_is_suspended_last_but_for_one_client_among_others(
+    it: Cluster,
+) -> None:
+    async def wanted(session: Any, **asked: Any) -> Any:
+        async with session.post(it.url + COMPLETIONS, json={**ASKED, **asked}) as response:
+            await response.text()
+        return it.asked[-1]["kv_transfer_params"]["headway"].get("suspended")
+
+    await learned(it)
+    assert await wanted(it.session) is None
+    assert await wanted(it.session, finish_in_s=600) == "last"
+    it.set_decodes(token_seconds=0.05)
+    async with client(it, "127.0.0.2") as other:
+        long = [asyncio.create_task(wanted(other, max_tokens=100, n=4)) for _ in range(3)]
+        await until(lambda: len(it.requests()) == 3)
+        short = asyncio.create_task(wanted(it.session, max_tokens=3))
+        await until(lambda: len(it.requests()) == 4)
+        assert await wanted(other, finish_in_s=600) is None, "it has more than its share"
+        await asyncio.gather(short, *long)
 
 
 async def test_what_is_likely_is_promised_and_the_rest_refused(it: Cluster) -> None:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.support.engine_states import engine_state
 from predictor.live.telemetry_messages import Gauges
-from rescheduler.engines.deployment import ProxyOptions
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.guarded_policy import PrefillBudgets

@@ -20,14 +20,7 @@ from tokenizers import Tokenizer
 
 from predictor.live.zmq_sockets import create_keys
 from rescheduler.coordination.coordinated_cluster import instances_digest
-from rescheduler.coordination.messages import (
-    MOST_REQUESTS,
-    Failure,
-    Notice,
-    Report,
-    decode,
-    encode,
-)
+from rescheduler.coordination.messages import MOST_REQUESTS, Failure, Notice, Report, decode, encode
 from rescheduler.coordinator.coordinator import Coordinator
 from rescheduler.engines.deployment import DeploymentError
 from rescheduler.proxy.proxy import Proxy

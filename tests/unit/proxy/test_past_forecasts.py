@@ -1,16 +1,21 @@
 """What a proxy learns from requests that end, and whom it tells nothing of it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_cluster import PROMPT, Cluster, cluster
 from tokenizers import Tokenizer
 
-from rescheduler.engines.deployment import PastOptions
+from predictor.past import length_memory
+from predictor.past.length_memory import LengthMemory
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.engines.proxy_options import PastOptions
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.live_request import LiveRequest
@@ -22,7 +27,8 @@ CHECKPOINT = "checkpoints/smollm2-135m-instruct-prompt"
 
 
 def keys(path: str = CHAT, salt: bytes = SALT, **fields: Any) -> list[int]:
-    return [*map(int, prefix_keys(read_request(path, json.dumps(fields).encode()).body, salt))]
+    body = read_request(path, json.dumps(fields).encode()).body
+    return [*map(int, prefix_keys(body, salt, path == CHAT))]
 
 
 def say(*texts: str, system: str | None = None) -> list[dict[str, str]]:
@@ -67,12 +73,54 @@ def test_nobody_reads_a_prompt_from_its_keys_without_the_salt() -> None:
 def test_no_prompt_is_too_strange_for_keys(value: Any) -> None:
     for field in ("prompt", "messages", "tools"):
         body = {field: json.dumps(value).encode()}
-        assert len(prefix_keys(body, SALT)) >= 1  # type: ignore[arg-type]
+        assert len(prefix_keys(body, SALT, True)) >= 1  # type: ignore[arg-type]
 
 
-def test_a_prompt_of_many_small_messages_is_not_read_message_by_message() -> None:
-    body = {"messages": b"[" + b",".join([b"{}"] * 200_000) + b"]"}
-    assert len(prefix_keys(body, SALT)) < 600  # type: ignore[arg-type]
+@pytest.mark.parametrize("item", [b"{}", b"1", b"[]", b'""', b"null"])
+def test_a_prompt_of_many_small_messages_is_not_read_message_by_message(item: bytes) -> None:
+    body = {"messages": b"[" + b",".join([item] * 200_000) + b"]"}
+    assert len(prefix_keys(body, SALT, True)) < 600  # type: ignore[arg-type]
+    assert len(prefix_keys(body, SALT, False)) < 3  # type: ignore[arg-type]
+
+
+def test_of_tools_as_large_as_bodies_may_be_a_part_is_read() -> None:
+    one, other = ({"tools": b"[" + b"1," * (4 << 20) + end} for end in (b"2]", b"3]"))
+    longer = {"tools": other["tools"] + b" "}
+    first, same, third = (prefix_keys(body, SALT, True)[0] for body in (one, other, longer))  # type: ignore[arg-type]
+    assert first == same != third
+
+
+@pytest.mark.parametrize(
+    "file", ["", "x\0y", "~nobodysuch/past", "{folder}", "{file}/past", "{fifo}"]
+)
+def test_where_nothing_can_be_kept_is_said_at_the_start(file: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "fifo")
+    names = {"folder": tmp_path, "file": tmp_path / "file", "fifo": tmp_path / "fifo"}
+    with pytest.raises(DeploymentError, match=r"proxy\.past\.file: "):
+        PastForecasts(PastOptions(keys=64, file=file.format(**names)))
+
+
+def test_the_folder_of_the_file_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "headway" / "past"
+    PastForecasts(PastOptions(keys=64, file=str(path))).close()
+    assert path.is_file()
+
+
+async def test_what_is_kept_every_five_minutes_is_whole_and_copied_in_many_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(length_memory, "_SETS_AT_ONCE", 4)
+    past = PastForecasts(PastOptions(keys=4096, file=str(tmp_path / "past")))
+    for i in range(300):
+        recalled = past.memory.recall(1, i % 7, np.array([i], dtype=np.uint64))
+        past.memory.learn(recalled, 100 + i)
+    turns = sum(1 for _ in past.memory.copied())
+    assert turns > 50
+    (await past._copied()).save(tmp_path / "copy")
+    past.memory.save(tmp_path / "itself")
+    assert (tmp_path / "copy").read_bytes() == (tmp_path / "itself").read_bytes()
+    assert LengthMemory.load(tmp_path / "copy", 4096).known == past.memory.known > 300
 
 
 # Requests
@@ -129,7 +177,8 @@ def test_a_broken_file_does_not_keep_a_proxy_from_starting(
 def test_a_file_that_cannot_be_written_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forecasts = PastForecasts(PastOptions(file=str(tmp_path / "nowhere" / "past")))
+    forecasts = PastForecasts(PastOptions(file=str(tmp_path / "folder" / "past")))
+    (tmp_path / "folder").rmdir()
     forecasts.close()
     forecasts.close()
     assert caplog.text.count("only the first failure") == 1

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_requests import instance_state, live_request
 
-from rescheduler.placement.live_request import (
+from rescheduler.placement.live_request import IllegalTransitionError, LiveRequest
+from rescheduler.placement.placeable import Placements
+from rescheduler.placement.request_states import (
     TRANSITIONS,
     Copying,
     Decoding,
     Finished,
     Freezing,
     Frozen,
-    IllegalTransitionError,
     Kept,
     Landing,
-    LiveRequest,
     Move,
     Placed,
     Prefilling,
@@ -31,7 +31,6 @@ from rescheduler.placement.live_request import (
     Unanswered,
     Waiting,
 )
-from rescheduler.placement.placeable import Placements
 
 DOCS = Path(__file__).parents[3] / "docs"
 PARAMS = {"remote_request_id": "blocks"}

@@ -23,12 +23,13 @@ from scripted_engine import ScriptedEngine, reference
 from tokenizers import Tokenizer
 
 from rescheduler.commands.command_line import main
-from rescheduler.engines.deployment import Deployment, ProxyOptions, read_deployment
+from rescheduler.engines.deployment import Deployment, read_deployment
 from rescheduler.engines.engine_command import EngineCommand
 from rescheduler.engines.launch_engines import PROXY, Launched
 from rescheduler.engines.launch_local import write_deployment
 from rescheduler.engines.launch_process import ServerProcess
 from rescheduler.engines.launch_upgrade import Plan, PlannedServer, Requests, ask_to_upgrade
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.serving.admin_client import TOKEN_VARIABLE, listed_instances
 
 pytestmark = pytest.mark.usefixtures("smollm2")  # is prepared
@@ -52,10 +53,7 @@ def drained(
     command: list[str], *arguments: str, **variables: str
 ) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [*command, "drain", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
+        [*command, "drain", *arguments], capture_output=True, text=True, env=os.environ | variables
     )
 
 

@@ -20,12 +20,12 @@ from rescheduler.engines.deployment import (
     Deployment,
     DeploymentError,
     Instance,
-    ProxyOptions,
     read_deployment,
 )
 from rescheduler.engines.emulated_deployment import emulated, in_real_time
 from rescheduler.engines.engine_command import engine_command
 from rescheduler.engines.launch_local import write_deployment
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.placement.guarded_policy import deployed_planner
 
 LOCAL = Path(__file__).parents[3] / "configs" / "serve" / "local-pd.yaml"

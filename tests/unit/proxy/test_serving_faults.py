@@ -21,9 +21,13 @@ from scripted_cluster import PROMPT, Cluster, cluster, tokens_of, until
 from tokenizers import Tokenizer
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
-from rescheduler.engines.deployment import DeploymentError, ProxyOptions
+from rescheduler.engines.deployment import DeploymentError
+from rescheduler.engines.proxy_options import ProxyOptions
+from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.guarded_policy import GuardedPolicy, crowded_view
+from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.upstream import engine_key
+from rescheduler.proxy.token_relay import ClientAnswer, ClientGoneError
 from rescheduler.routing.policy import create_policy
 from rescheduler.serving import connection
 
@@ -527,3 +531,19 @@ def test_a_policy_that_fails_is_replaced_for_a_while(
     now = 31.0
     guarded.assign(view)
     assert calls == 2
+
+
+async def test_a_client_that_leaves_as_it_is_refused_is_no_failure_of_ours(
+    it: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def gone(*refusal: Any) -> None:
+        raise ClientGoneError("Cannot write to closing transport")
+
+    async def full(request: LiveRequest) -> None:
+        raise RequestRefusedError(429, "64 requests wait already; try again later")
+
+    monkeypatch.setattr(ClientAnswer, "fail", gone)
+    monkeypatch.setattr(it.proxy, "forecast", full)
+    with pytest.raises(aiohttp.ClientError):
+        await it.post(BODY)
+    assert "failed" not in caplog.text

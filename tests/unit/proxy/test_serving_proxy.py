@@ -11,9 +11,9 @@ from scripted_cluster import PROMPT, Cluster, cluster, text_of, tokens_of, until
 from scripted_engine import ScriptedEngine
 from tokenizers import Tokenizer
 
-from rescheduler.demo.demo_load import metric_by
-from rescheduler.placement.live_request import Copying, Freezing, Frozen
+from rescheduler.demo.load import metric_by
 from rescheduler.placement.placeable import MoveOutcome
+from rescheduler.placement.request_states import Copying, Freezing, Frozen
 
 
 async def test_a_request_is_prefilled_in_one_place_and_decoded_in_another(it: Cluster) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescheduler.openai import request_reader
+from rescheduler.openai.body_fields import fields_of
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS, EngineBodies, RequestRefusedError
 from rescheduler.openai.request_reader import read_request
 from rescheduler.transfer.migration_params import MigrationParams
@@ -242,7 +242,7 @@ def test_a_large_body_is_read_as_a_small_one_is(fields: list[tuple[str, Any]], w
     fields.insert(min(where, len(fields)), ("messages", "a" * 300_000))
     listed = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields]
     raw = ("{" + ", ".join(listed) + "}").encode()
-    read = request_reader._fields_of(raw)
+    read = fields_of(raw)
     assert {name: json.loads(bytes(value)) for name, value in read.items()} == dict(fields)
 
 

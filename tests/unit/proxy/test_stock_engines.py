@@ -72,7 +72,12 @@ def test_whatever_a_page_says_is_bounded_or_refused(page: bytes) -> None:
     except ValueError:
         return
     assert 0 <= requests <= 2**30
-    assert tokens is None or 0 <= tokens <= 2**50
+    assert tokens is None or 0 <= tokens <= 2**40
+
+
+def test_a_page_that_repeats_itself_is_not_read_to_its_end() -> None:
+    with pytest.raises(ValueError, match="more than 1024 samples"):
+        read_load(f"{LINE}1\n".encode() * 10_000)
 
 
 @stock

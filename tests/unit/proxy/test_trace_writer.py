@@ -62,15 +62,16 @@ def test_requests_are_written_in_the_order_of_arrival_whenever_they_end(
     tmp_path_factory: pytest.TempPathFactory, given: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.csv"
-    times = count(1_700_000_000.0, 0.25)
+    now = 1_700_000_000.0
     requests = [request_of(*one) for one in given]
-    with closing(TraceWriter(path, MB, lambda: next(times))) as writer:
+    with closing(TraceWriter(path, MB, lambda: now)) as writer:
         waiting = list(requests)
         running: list[Placeable] = []
         while waiting or running:
             if waiting and (not running or data.draw(st.booleans())):
                 running.append(waiting.pop(0))
                 writer.began(running[-1])
+                now += 0.25
             else:
                 ended = running.pop(data.draw(st.integers(0, len(running) - 1)))
                 writer.ended(ended, "ok", "client")
@@ -119,6 +120,49 @@ def test_a_file_is_continued_behind_what_a_crash_has_left_and_a_clock_that_was_s
     with closing(TraceWriter(path, MB)) as writer:
         write(writer, (7, 8))
     assert rows_of(path) == [(0.0, 7, 8)]
+
+
+def test_a_tail_without_a_line_is_removed_however_long_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    for tail in (b"\0" * 100, b"\0" * 5000, b"\0" * 200_000):
+        with closing(TraceWriter(path, MB, lambda: 1000.5)) as writer:
+            write(writer, (3, 4))
+        whole = path.read_bytes()
+        path.write_bytes(whole + tail)
+        with closing(TraceWriter(path, MB, lambda: 1001.5)) as writer:
+            assert path.read_bytes() == whole
+            write(writer, (5, 6))
+        assert rows_of(path) == [(0.0, 3, 4), (1.0, 5, 6)]
+        path.unlink()
+
+
+@pytest.mark.parametrize("arrival", ["nan", "inf", "1e300", "99999999999.000000", "-1.000000", ""])
+def test_a_last_line_that_is_no_request_of_the_past_is_refused(
+    arrival: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.csv"
+    text = f"{HEADER}1000.000000,3,4,c\n{arrival},3,4,c\n"
+    path.write_text(text)
+    with pytest.raises(
+        DeploymentError, match=r"last line of .* is no request, or none of the past"
+    ):
+        TraceWriter(path, MB, lambda: 2000.0)
+    assert path.read_text() == text
+
+
+def test_one_that_runs_for_minutes_holds_back_no_other(tmp_path: Path) -> None:
+    path, now = tmp_path / "trace.csv", 1000.0
+    long = request_of(9, 9)
+    with closing(TraceWriter(path, MB, lambda: now)) as writer:
+        writer.began(long)
+        write(writer, (1, 1))
+        assert path.read_text() == HEADER
+        now = 1301.0
+        write(writer, (2, 2))
+        assert rows_of(path) == [(0.0, 1, 1), (301.0, 2, 2)]
+        writer.ended(long, "ok", "c")
+        writer.flush()
+    assert rows_of(path)[-1] == (301.0, 9, 9)
 
 
 def test_a_second_writer_and_a_file_of_another_kind_are_refused(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
 from rescheduler.cluster.cluster_view import Assignment, ClusterView
-from rescheduler.engines.deployment import Deployment, DeploymentError, Instance, ProxyOptions
+from rescheduler.engines.deployment import Deployment, DeploymentError, Instance
+from rescheduler.engines.proxy_options import ProxyOptions
 from rescheduler.ordering import create_order
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.guarded_policy import deployed_order
@@ -246,7 +247,7 @@ async def test_what_cannot_be_ordered_is_served_as_it_came(
     it: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine may say anything of itself; no request waits for that."""
-    monkeypatch.setattr(WaitingLine, "_expected_left", lambda line, requests: 1 / 0)
+    monkeypatch.setattr(WaitingLine, "expected_left", lambda line, requests: 1 / 0)
     await asyncio.gather(*(it.stream({"prompt": PROMPT, "max_tokens": 5}) for _ in range(3)))
     assert sum("as they came instead" in record.message for record in caplog.records) == 1
 

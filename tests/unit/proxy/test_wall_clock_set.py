@@ -13,7 +13,7 @@ from made_up_cluster import MadeUpCluster
 from scripted_cluster import cluster, until
 from tokenizers import Tokenizer
 
-from rescheduler.engines.deployment import TraceOptions
+from rescheduler.engines.proxy_options import TraceOptions
 from rescheduler.page.snapshot import LogWriter, read_log, recording
 
 HOURS = (-5, 7, 0, -24, 2)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from routing_views import view_of
 
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
@@ -39,16 +40,13 @@ def cluster(
     tokens = [1e9] * len(running) if left is None else [n for row in left for n in row]
     load = np.bincount(instance, weights=running, minlength=len(sizes)).astype(np.int64)
     free = np.broadcast_to(np.asarray(room, dtype=np.int64), len(sizes))
-    return ClusterView(
-        slots=np.asarray(slots) + np.array([len(requests) for requests in sizes]),
+    return view_of(
+        np.asarray(slots) + np.array([len(requests) for requests in sizes]),
+        instance,
+        running,
+        waiting,
         kv_capacity=np.where(free == UNLIMITED, UNLIMITED, free + load),
-        queued=np.zeros(len(sizes), dtype=np.int64),
-        instance=instance,
-        prompt_tokens=running,
-        generated_tokens=np.zeros(len(running), dtype=np.int64),
         forecast=PointForecast.new(tokens),
-        waiting_prompt_tokens=np.array(waiting, dtype=np.int64),
-        waiting_generated_tokens=np.zeros(len(waiting), dtype=np.int64),
         waiting_forecast=PointForecast.new(waiting_left or [1e9] * len(waiting)),
         waited_steps=np.array(waited or [0] * len(waiting), dtype=np.int64),
     )

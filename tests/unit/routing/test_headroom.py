@@ -9,10 +9,10 @@ import pytest
 from routing_views import cluster
 
 from predictor.forecasts.forecast import SurvivalForecast
+from predictor.forecasts.forecast_recording import ForecastRecording, read_recording
 from predictor.forecasts.kaplan_meier import KaplanMeierCurve
 from rescheduler.cluster.cluster_view import ClusterView
 from rescheduler.routing import Headroom
-from rescheduler.simulator.workloads.forecast_recording import ForecastRecording, read_recording
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -35,10 +35,7 @@ def decided(interval: float, arrivals: list[float]) -> RunResult:
     return run(engine_setup(config, requests), create_policy("max_capacity", every=interval), 0)
 
 
-@given(
-    st.sampled_from([0.25, 0.5, 0.1]),
-    st.lists(st.integers(0, 400), min_size=1, max_size=12),
-)
+@given(st.sampled_from([0.25, 0.5, 0.1]), st.lists(st.integers(0, 400), min_size=1, max_size=12))
 def test_all_that_wait_are_placed_at_the_next_multiple_of_the_interval(
     interval: float, hundredths: list[int]
 ) -> None:
@@ -67,9 +64,7 @@ def test_a_router_that_would_rather_wait_sends_on_where_nothing_runs() -> None:
 
 @compiled
 def nowhere(
-    inputs: RoutingInputs,
-    parameters: npt.NDArray[np.float64],
-    target: npt.NDArray[np.int64],
+    inputs: RoutingInputs, parameters: npt.NDArray[np.float64], target: npt.NDArray[np.int64]
 ) -> None:
     """Let everybody wait."""
 

@@ -14,30 +14,31 @@ import numpy as np
 import pytest
 from recorded_forecasts import OF_THREE
 
+from predictor.forecasts.forecast_recording import (
+    MEASURED_INTERVAL,
+    MEASURED_SIGMA,
+    error_sigma,
+    read_recording,
+)
 from rescheduler.simulator.advice.advise import Study, advise
 from rescheduler.simulator.advice.text import advice_text, in_words
 from rescheduler.simulator.advice.verdicts import (
+    Frontier,
     Gain,
     Judgement,
+    OrderGains,
+    Quality,
     Scenario,
+    frontier_cases,
     gain,
-    judge,
-    judge_quality,
     ladder,
     order_cases,
-    order_gains,
     scenarios,
 )
 from rescheduler.simulator.config.simulation_config import (
     ClusterConfig,
     SimulationConfig,
     SLOConfig,
-)
-from rescheduler.simulator.workloads.forecast_recording import (
-    MEASURED_INTERVAL,
-    MEASURED_SIGMA,
-    error_sigma,
-    read_recording,
 )
 from rescheduler.simulator.workloads.trace import ResampledTrace, TraceBlock, first_requests
 from rescheduler.step_time.step_time import create_step_time
@@ -69,7 +70,32 @@ def runs(figure: str = "throughput", noise: float = 0.002, **gains: float) -> An
 
 
 def verdict(scenario: Scenario = OVERLOADED, **gains: float) -> Judgement:
-    return judge(scenario, CASES, runs(**gains), None)
+    return Judgement(scenario, CASES, runs(**gains), None)
+
+
+def said(
+    *judged: Judgement,
+    order: OrderGains | None = None,
+    quality: Quality | None = None,
+    frontier: Frontier | None = None,
+) -> str:
+    return " ".join(advice_text([], order, frontier, judged or [verdict()], quality, 1.25).split())
+
+
+def order_gained(**gains: float) -> OrderGains:
+    """What orders gain in mean latency, by what they know; the tail loses as much."""
+    cases = order_cases(1.25, "own_past" in gains)
+    runs = {
+        case.key: {
+            seed: {
+                "latency": (1 - gains.get(case.key, 0.0)) * (10 + seed),
+                "latency_p99": (1 + gains.get(case.key, 0.0)) * 30,
+            }
+            for seed in range(3)
+        }
+        for case in cases
+    }
+    return OrderGains("independent", cases, runs)
 
 
 def test_a_gain_is_paired_by_seed() -> None:
@@ -130,22 +156,22 @@ def test_the_choice_is_the_simplest_router_that_is_as_good(
 ) -> None:
     found = verdict(noise=0.0005, **gains)
     assert found.choice.key == choice
-    assert words in " ".join(advice_text([], None, [found], None, 1.25).split())
+    assert words in said(found)
 
 
 def test_what_is_inside_the_interval_is_no_difference() -> None:
     found = verdict(noise=0.05, jsq_load=0.02, bfio_measured=0.03)
     assert not found.by_load.measurable
     assert found.choice.key == "vllm"
-    text = " ".join(advice_text([], None, [found], None, 1.25).split())
-    assert "Forecasts do not pay off for routing here. Configure vllm in every case" in text
+    verdict_on_all = "Forecasts do not pay off for routing here. Configure vllm in every case"
+    assert verdict_on_all in said(found)
 
 
 def test_looking_ahead_must_beat_the_best_router_that_does_not() -> None:
     made = runs(noise=0.0005, bfio_km=0.05)
     for seed, factor in enumerate([0.9, 1.25, 0.9, 1.25, 1.05]):  # better, but who can tell
         made["bfio_now"][seed]["throughput"] = made["vllm"][seed]["throughput"] * factor
-    found = judge(OVERLOADED, CASES, made, None)
+    found = Judgement(OVERLOADED, CASES, made, None)
     assert found.blind.key == "bfio_now"
     assert gain(made["bfio_km"], made["vllm"], "throughput").pays
     assert found.choice.key == "vllm"
@@ -153,11 +179,11 @@ def test_looking_ahead_must_beat_the_best_router_that_does_not() -> None:
 
 def test_a_cluster_that_keeps_up_is_judged_by_latency_or_objectives() -> None:
     slower = {"bfio_now": -0.1, "jsq_load": -0.05}
-    found = judge(RECORDED, CASES, runs("latency", **slower), None)
+    found = Judgement(RECORDED, CASES, runs("latency", **slower), None)
     assert found.figure == "latency"
     assert found.choice.key == "bfio_now", "less latency is better"
-    assert "nobody queues" in advice_text([], None, [found], None, 1.25)
-    assert judge(RECORDED, CASES, runs("goodput"), SLOConfig(1.0, 0.1)).figure == "goodput"
+    assert "nobody queues" in said(found)
+    assert Judgement(RECORDED, CASES, runs("goodput"), SLOConfig(1.0, 0.1)).figure == "goodput"
 
 
 def test_the_quality_needed_is_where_the_gain_ends() -> None:
@@ -167,13 +193,13 @@ def test_the_quality_needed_is_where_the_gain_ends() -> None:
             seed: {"throughput": base["throughput"] * (1 + value)}
             for seed, base in runs(noise=0.0005)["vllm"].items()
         }
-    judgement = judge(OVERLOADED, CASES, made, None)
+    judgement = Judgement(OVERLOADED, CASES, made, None)
     titles = ["σ 0.25", "σ 0.5", "σ 1", "σ 2", "6 bins"]
-    found = judge_quality(judgement, titles, made, 1.25)
+    found = Quality(judgement, titles, 1.25)
     assert found.lasts == 0.5, "what a worse forecast gains by chance does not count"
     assert list(found.gains) == ["σ 0", "σ 0.25", "σ 0.5", "σ 1", "σ 2", "real"]
-    text = " ".join(advice_text([], None, [judgement], found, 1.25).split())
-    assert "a gain can be measured up to σ 0.5 and is gone at σ 1" in text
+    words = "a gain can be measured up to σ 0.5 and is gone at σ 1"
+    assert words in said(judgement, quality=found)
 
 
 def block(n: int, timed: bool = True) -> TraceBlock:
@@ -188,62 +214,32 @@ def block(n: int, timed: bool = True) -> TraceBlock:
 
 
 @pytest.mark.parametrize(
-    ("ages", "real", "pays"),
+    ("gains", "pays", "words"),
     [
-        (0.0, 0.0, None),
-        (0.1, 0.1, "past_lengths"),
-        (0.1, 0.3, "real_forecasts"),
-        (0.0, 0.2, "real_forecasts"),
-        (-0.1, -0.2, None),
+        ((0.0, None, 0.0), None, "Serving in order of arrival is as good"),
+        ((-0.1, None, -0.2), None, "Serving in order of arrival is as good"),
+        ((0.1, None, 0.1), "past_lengths", "{name: boost} pays, and needs no forecast"),
+        ((0.1, None, 0.3), "real_forecasts", "{name: boost} pays, and more with forecasts"),
+        ((0.0, None, 0.2), "real_forecasts", "{name: boost} pays with forecasts, and not without"),
+        ((0.1, 0.2, 0.2), "own_past", "more by the past, which needs no model"),
+        ((0.1, 0.2, 0.4), "real_forecasts", "{name: boost} pays, and more with forecasts"),
+        ((0.1, 0.1, 0.1), "past_lengths", "{name: boost} pays, and needs no forecast"),
     ],
 )
-def test_an_order_that_needs_forecasts_must_gain_more(
-    ages: float, real: float, pays: str | None
+def test_an_order_that_needs_more_must_gain_more(
+    gains: tuple[float, float | None, float], pays: str | None, words: str
 ) -> None:
-    gains = {"fcfs": 0.0, "past_lengths": ages, "real_forecasts": real, "true_lengths": 0.4}
-    runs = {
-        key: {
-            seed: {"latency": (1 - value) * (10 + seed), "latency_p99": (1 + value) * 30}
-            for seed in range(3)
-        }
-        for key, value in gains.items()
-    }
-    found = order_gains("independent", order_cases(1.25), runs)
+    ages, past, real = gains
+    own = {} if past is None else {"own_past": past}
+    more = {"past_lengths": ages, "real_forecasts": real, "true_lengths": 0.5}
+    found = order_gained(**own, **more)
     assert found.pays == pays
-    assert found.latency["true_lengths"].mean == pytest.approx(0.4)
-    assert found.tail["true_lengths"].mean == pytest.approx(-0.4)
-    said = " ".join(advice_text([], found, [verdict()], None, 1.25).split())
-    expected = {
-        (0.1, 0.1): "{name: boost} pays, and needs no forecast",
-        (0.1, 0.3): "{name: boost} pays, and more with forecasts",
-        (0.0, 0.2): "{name: boost} pays with forecasts, and not without",
-    }.get((ages, real), "Serving in order of arrival is as good")
-    assert expected in said
-    assert ("slowest requests become slower" in said) == (pays is not None)
-
-
-@pytest.mark.parametrize(
-    ("past", "real", "said"),
-    [
-        (0.2, 0.2, "more by the past, which needs no model"),
-        (0.2, 0.4, "pays, and more with forecasts"),
-        (0.1, 0.1, "pays, and needs no forecast"),
-    ],
-)
-def test_the_past_of_clients_goes_before_a_predictor_that_gains_no_more(
-    past: float, real: float, said: str
-) -> None:
-    gains = {"fcfs": 0.0, "past_lengths": 0.1, "own_past": past, "real_forecasts": real}
-    runs = {
-        key: {
-            seed: {"latency": (1 - value) * (10 + seed), "latency_p99": 30.0} for seed in range(3)
-        }
-        for key, value in (gains | {"true_lengths": 0.5}).items()
-    }
-    found = order_gains("independent", order_cases(1.25, own_past=True), runs)
-    text = " ".join(advice_text([], found, [verdict()], None, 1.25).split())
-    assert said in text
-    assert f"−{past:.1%} (±0.0) with the past of each client and prefix" in text
+    assert found.latency["true_lengths"].mean == pytest.approx(0.5)
+    assert found.tail["true_lengths"].mean == pytest.approx(-0.5)
+    assert words in said(order=found)
+    assert ("slowest requests become slower" in said(order=found)) == (pays is not None)
+    if past is not None:
+        assert f"−{past:.1%} (±0.0) with the past of each client and prefix" in said(order=found)
 
 
 def test_a_trace_with_clients_is_judged_by_their_past(
@@ -259,14 +255,61 @@ def test_a_trace_with_clients_is_judged_by_their_past(
     assert "with the past of each client and prefix" in " ".join(capsys.readouterr().out.split())
 
 
+def traded(tail: float, *changes: tuple[float, float], noise: float = 0.0) -> Frontier:
+    """Orders that take so much off the mean latency, and change its P99 by so much."""
+    boost = order_cases(1.25)[2]
+    cases = [boost, *frontier_cases(boost)]
+    level = {seed: 10.0 + seed for seed in range(3)}
+    base = {seed: {"latency": at, "latency_p99": 3 * at} for seed, at in level.items()}
+    runs = {
+        case.key: {
+            seed: {
+                "latency": (1 - mean - noise * (seed - 1)) * at,
+                "latency_p99": (1 + p99) * 3 * at,
+            }
+            for seed, at in level.items()
+        }
+        for case, (mean, p99) in zip(cases, changes, strict=True)
+    }
+    return Frontier(boost.key, cases, base, runs, tail)
+
+
+TRADES = (0.05, -0.01), (0.2, 0.15), (0.3, 0.6), (0.32, 1.5), (0.33, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("tail", "words"),
+    [
+        (1.0, "at most 0% above that in order of arrival (--tail), ORDER: {name: boost} gains"),
+        (1.2, "ORDER: {name: boost, scale: 0.3} gains most"),
+        (2.0, "ORDER: {name: boost, scale: 0.1} gains most"),
+        (3.1, "ORDER: {name: shortest} gains most"),
+    ],
+)
+def test_of_the_orders_that_keep_to_a_tail_the_shortest_mean_is_advised(
+    tail: float, words: str
+) -> None:
+    found = traded(tail, *TRADES)
+    text = said(frontier=found)
+    assert words in text
+    assert "with forecasts of real quality: mean latency boost −5.0% (±0.0) (P99 −1.0%" in text
+    assert "scale 0.1 −30.0% (±0.0) (P99 +60.0% (±0.0)), scale 0.03 −32.0%" in text
+    json.dumps(found.plain, allow_nan=False)
+
+
+def test_a_gain_that_may_be_chance_is_not_advised() -> None:
+    found = traded(9.0, *TRADES, noise=0.5)
+    assert found.chosen is None
+    assert "(--tail), no order gains." in said(frontier=found)
+
+
 def test_one_seed_recommends_no_order() -> None:
     runs = {
         case.key: {0: {"latency": 10.0 - i, "latency_p99": 30.0}}
         for i, case in enumerate(order_cases(1.25))
     }
-    found = order_gains("independent", order_cases(1.25), runs)
-    said = " ".join(advice_text([], found, [verdict()], None, 1.25).split())
-    assert "no order is recommended" in said
+    found = OrderGains("independent", order_cases(1.25), runs)
+    assert "no order is recommended" in said(order=found)
 
 
 def test_resampling_keeps_runs_and_their_gaps() -> None:
@@ -339,7 +382,7 @@ def test_the_whole_of_it(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "RECOMMENDATION: " in written
     words = " ".join(written.split())
     assert "Who goes first, as independent replicas at 120% of capacity" in words
-    assert len(written.splitlines()) <= 32
+    assert len(written.splitlines()) <= 40
     found = json.loads((out / "advice.json").read_text())
     names = [f"{c}, {r}" for c in ("barrier", "independent") for r in ("scaled", "overloaded")]
     assert [key.partition(" (")[0] for key in found["scenarios"]] == names
@@ -353,6 +396,10 @@ def test_the_whole_of_it(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert set(order["latency_gain"]) == {"past_lengths", "real_forecasts", "true_lengths"}
     assert order["latency_gain"]["true_lengths"]["mean"] > 0
     assert order["latency_gain"]["true_lengths"]["seeds"] == 2
+    frontier = found["frontier"]
+    assert frontier["knows"] in ("past_lengths", "real_forecasts")
+    assert [point["order"]["name"] for point in frontier["points"]] == ["boost"] * 4 + ["shortest"]
+    assert frontier["points"][0]["latency_gain"] == order["latency_gain"][frontier["knows"]]
     assert set(found["quality"]["gains"]) >= {"σ 0", "σ 0.25", "σ 2", "6 bins", "real"}
     advise(trace, **SMALL, load=0.9, out=out, slo=SLOConfig(1.0, 0.05))
     assert json.loads((out / "advice.json").read_text()) == found, "the same command, the same"
@@ -384,6 +431,8 @@ def test_without_arrivals_or_capacity_only_overload_is_judged(
         ({"kv_capacity": 100}, "of 400 requests need more than the 100 tokens.*--kv_capacity"),
         ({"load": 1.5}, "load must be above 0 and at most 1.2"),
         ({"requests": 0}, "requests must be at least 1"),
+        ({"tail": 0.9}, "tail must be at least 1, the P99 in order of arrival, not 0.9"),
+        ({"tail": math.nan}, "tail must be at least 1"),
         ({"requests": 9, "slots": 5000}, "none has ended when all are full; give at least 80000"),
         ({"instances": 0}, "cluster.instances must be at least 1"),
         ({"seeds": 0}, "seeds must be at least 1"),
@@ -396,21 +445,23 @@ def test_mistakes_are_reported(trace: Path, options: dict[str, Any], message: st
         advise(trace, **options)
 
 
-def test_no_trace_no_advice(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere\.csv"):
-        advise(tmp_path / "nowhere.csv")
-    empty = tmp_path / "empty.csv"
-    empty.write_text("")
-    with pytest.raises(ValueError, match=r"empty\.csv"):
-        advise(empty)
-    empty.write_text("input_tokens,output_tokens\n")
-    with pytest.raises(ValueError, match="no requests in it"):
-        advise(empty)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("")
-    empty.write_text("input_tokens,output_tokens\n5,5\n")
-    with pytest.raises(ValueError, match="not empty"):
-        advise(empty, out=tmp_path / "out")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"file\.csv"),
+        ("", r"file\.csv"),
+        ("input_tokens,output_tokens\n", "no requests in it"),
+        ("input_tokens,output_tokens\n5,5\n", "not empty"),
+    ],
+)
+def test_no_trace_no_advice(tmp_path: Path, text: str | None, message: str) -> None:
+    file, out = tmp_path / "file.csv", tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        advise(file, out=out)
 
 
 def test_ctrl_c_keeps_what_there_is() -> None:

@@ -12,8 +12,11 @@ import pytest
 import torch
 from recorded_dataset import change_shard, with_column
 
-from data_collection.dataset.dataset_schema import split_requests
+from data_collection.dataset.dataset_schema import SplitName, split_requests
+from predictor.evaluation.evaluate import evaluate
+from predictor.evaluation.record_forecasts import LeftOut, record_forecasts
 from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForecast
+from predictor.forecasts.forecast_recording import ForecastRecording, read_recording
 from predictor.forecasts.forecast_sensitivity import binned, renewed_every, star_bins
 from predictor.models.checkpoint import export_checkpoint, load_predictor
 from predictor.models.survival_mlp import SurvivalMLP
@@ -26,14 +29,8 @@ from rescheduler.simulator.forecasts.forecast_arrays import (
     splitmix64,
     survival_row,
 )
-from rescheduler.simulator.forecasts.forecast_sources import (
-    SOURCES,
-    Classified,
-    create_forecast,
-)
-from rescheduler.simulator.forecasts.record_forecasts import record, record_forecasts
-from rescheduler.simulator.workloads.forecast_recording import ReplayTrace, read_recording
-from rescheduler.simulator.workloads.trace import first_requests
+from rescheduler.simulator.forecasts.forecast_sources import SOURCES, Classified, create_forecast
+from rescheduler.simulator.workloads.trace import ReplayTrace, first_requests
 from rescheduler.simulator.workloads.trace_files import create_trace
 
 FloatArray = npt.NDArray[np.float64]
@@ -157,33 +154,6 @@ def test_accuracy_is_as_set_and_errors_follow_bucket_frequencies() -> None:
     assert np.mean(wrong == 125.0) == pytest.approx(8 / 9, abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"name": "orakle"},
-            "no forecast 'orakle'; known: binned, classified, interval, kaplan_meier, noisy",
-        ),
-        ({"name": "oracle", "sigma": 1}, "oracle has no option 'sigma'; it takes: none"),
-        ({"name": "noisy"}, "noisy needs the option 'sigma'"),
-        ({"name": "noisy", "sigma": -1}, "noisy: sigma must be at least 0, not -1"),
-        ({"name": "noisy", "sigma": 1, "interval": 0}, "noisy: interval must be at least 1, not 0"),
-        ({"name": "interval", "k": 0.5}, "interval: k must be a whole number, not 0.5"),
-        ({"name": "binned"}, "binned: give either bins .2, 4, 6. or edges"),
-        ({"name": "binned", "bins": 4, "edges": [0, 3]}, "binned: give either bins"),
-        ({"name": "binned", "bins": 3}, "binned: bins is 2, 4, 6, not 3"),
-        ({"name": "binned", "edges": [0, 5, 5]}, r"edges must ascend from 0, not \[0, 5, 5\]"),
-        ({"name": "binned", "bins": 2, "sigma": -1}, "binned: sigma must be at least 0"),
-        ({"name": "classified", "edges": (1, 5)}, "ascend from 0"),
-        ({"name": "classified", "accuracy": 1.5}, "accuracy must be at least 0 and at most 1"),
-        ({"name": "replay", "recording": "nowhere"}, "nowhere: cannot be read"),
-    ],
-)
-def test_an_impossible_source_is_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_forecast(**options)  # type: ignore[arg-type]
-
-
 def test_what_learns_from_lengths_says_that_it_needs_them() -> None:
     needing = [name for name, source in SOURCES.items() if source.needs_lengths]
     assert needing == ["classified", "kaplan_meier"]
@@ -193,13 +163,21 @@ def test_what_learns_from_lengths_says_that_it_needs_them() -> None:
                 create_forecast(name).arrays(lengths, 0)
 
 
+def recorded_by(
+    dataset: Path, checkpoint: Path, out: Path, part: SplitName = "test"
+) -> tuple[ForecastRecording, LeftOut]:
+    predictor, table = load_predictor(str(checkpoint)), load_rows(dataset)
+    requests = split_requests(table.requests.group, 0)[part]
+    return record_forecasts(predictor, table, requests, out, part)
+
+
 @pytest.fixture(scope="module")
 def recording(
     memoryless: Path, survival_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """What the small survival model forecasts of its test requests."""
     out = tmp_path_factory.mktemp("recording") / "new" / "forecasts.parquet"
-    record_forecasts(memoryless, str(survival_checkpoint), out)
+    recorded_by(memoryless, survival_checkpoint, out)
     return out
 
 
@@ -251,35 +229,21 @@ def test_a_replayed_forecast_is_the_predictors_aged_and_capped(
     assert ages > 100
 
 
-@pytest.fixture(scope="module")
-def with_prompts(
-    memoryless: Path,
-    survival_checkpoint: Path,
-    smollm2: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
-    """The same recording, with what an untrained model forecasts of the prompts."""
-    folder = tmp_path_factory.mktemp("prompts")
+def test_what_was_forecast_of_prompts_is_known_before_the_first_token(
+    memoryless: Path, survival_checkpoint: Path, smollm2: Path, tmp_path: Path
+) -> None:
+    """The recording has what an untrained model forecasts of the prompts, too."""
     embedding = PromptEmbedding.fit(str(smollm2), [list(range(11)), [50, 60]], dimension=8)
     torch.manual_seed(0)
-    reader = SurvivalMLP(
-        [0, 4, 16, 100],
-        model="acme/small-model",
-        model_revision="abc123",
-        hidden_size=embedding.size,
-        k=1,
-        layer="prompt",
-        widths=(8,),
-        trained_remaining_tokens=(1, 90),
-    )
-    export_checkpoint(reader, folder, {})
-    embedding.save(folder)
-    out = folder / "forecasts.parquet"
-    record(memoryless, str(survival_checkpoint), out, "all", str(folder))
-    return out
-
-
-def test_what_was_forecast_of_prompts_is_known_before_the_first_token(with_prompts: Path) -> None:
+    model = {"model": "acme/small-model", "model_revision": "abc123", "layer": "prompt"}
+    sizes = {"hidden_size": embedding.size, "widths": (8,), "trained_remaining_tokens": (1, 90)}
+    reader = SurvivalMLP([0, 4, 16, 100], **model, **sizes, k=1)
+    export_checkpoint(reader, tmp_path, {})
+    embedding.save(tmp_path)
+    with_prompts = tmp_path / "forecasts.parquet"
+    given = memoryless, str(survival_checkpoint), tmp_path / "evaluation"
+    asked = {"forecasts": with_prompts, "prompt_checkpoint": str(tmp_path)}
+    evaluate(*given, part="all", **asked)
     recorded = read_recording(with_prompts)
     assert recorded.prompt_curves is not None
     assert recorded.prompt_predictor
@@ -310,17 +274,10 @@ def test_what_was_forecast_of_prompts_is_known_before_the_first_token(with_promp
         np.testing.assert_allclose(survival(alone, generated, template=long), aged, atol=2e-3)
 
 
-def test_prompts_that_were_not_forecast_cannot_be_replayed(recording: Path) -> None:
-    with pytest.raises(ValueError, match="has no forecasts of prompts"):
-        create_forecast("replay", recording=recording, reads="prompts")
-
-
 def test_forecasts_may_be_replayed_at_longer_intervals(recording: Path) -> None:
     recorded = read_recording(recording)
-    every, thinned = (
-        arrays("replay", recording=recording),
-        arrays("replay", recording=recording, interval=15),
-    )
+    every = arrays("replay", recording=recording)
+    thinned = arrays("replay", recording=recording, interval=15)
     assert (every.interval, thinned.interval) == (5, 15)
     assert thinned.n_rows.tolist() == (-(-recorded.output // 15)).tolist()
     long = int(recorded.output.argmax())
@@ -348,12 +305,22 @@ def test_replayed_requests_are_the_recorded_ones(recording: Path) -> None:
 
 
 def test_replayed_forecasts_refuse_other_requests(
-    recording: Path, memoryless: Path, survival_checkpoint: Path, tmp_path: Path
+    recording: Path,
+    memoryless: Path,
+    survival_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    with pytest.raises(ValueError, match="has no forecasts of prompts"):
+        create_forecast("replay", recording=recording, reads="prompts")
     source = create_forecast("replay", recording=recording)
     source.refuse_other_trace(ReplayTrace(recording=recording))
-    record_forecasts(memoryless, str(survival_checkpoint), tmp_path / "other", "validation")
-    for trace in (create_trace("star"), ReplayTrace(recording=tmp_path / "other")):
+    out, given = tmp_path / "other", (memoryless, str(survival_checkpoint), tmp_path / "evaluation")
+    evaluate(*given, comparators={}, part="validation", forecasts=out)
+    other, printed = read_recording(out), capsys.readouterr().out
+    assert f"{len(other)} validation requests, {len(other.curves)} forecasts" in printed
+    assert "left out" in printed
+    for trace in (create_trace("star"), ReplayTrace(recording=out)):
         with pytest.raises(ValueError, match="are of its own requests"):
             source.refuse_other_trace(trace)
     create_forecast("oracle").refuse_other_trace(create_trace("star"))
@@ -363,7 +330,7 @@ def test_a_regressors_number_is_recorded_as_a_step(
     memoryless: Path, regressor_checkpoint: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "forecasts.parquet"
-    recorded, _ = record_forecasts(memoryless, str(regressor_checkpoint), out)
+    recorded, _ = recorded_by(memoryless, regressor_checkpoint, out)
     rows = recorded_rows(memoryless)
     predicted = load_predictor(str(regressor_checkpoint)).forecast(request_rows(rows)).uncapped()
     middle = SurvivalForecast.new(recorded.edges, recorded.curves).median()
@@ -391,15 +358,15 @@ def test_requests_without_all_their_rows_are_left_out_and_counted(
 
     for shard in sorted((dataset / "data").glob("rows-*.parquet")):
         change_shard(shard, drop)
-    checkpoint = str(survival_checkpoint)
-    whole, complete = record_forecasts(memoryless, checkpoint, tmp_path / "whole")
-    recorded, left_out = record_forecasts(dataset, checkpoint, tmp_path / "less")
+    checkpoint = survival_checkpoint
+    whole, complete = recorded_by(memoryless, checkpoint, tmp_path / "whole")
+    recorded, left_out = recorded_by(dataset, checkpoint, tmp_path / "less")
     assert complete.incomplete == 0 < complete.unfinished == left_out.unfinished
     assert left_out.incomplete == len(whole) - len(recorded) == 3
     for shard in (dataset / "data").glob("rows-*.parquet"):
         change_shard(shard, lambda table: table.filter(pc.field("generated_tokens") > 0))
     with pytest.raises(ValueError, match=r"no test request can be recorded: \d+ did not run"):
-        record_forecasts(dataset, checkpoint, tmp_path / "none")
+        recorded_by(dataset, checkpoint, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
@@ -410,22 +377,8 @@ def test_an_unknown_max_tokens_caps_no_forecast(
     shutil.copytree(memoryless, dataset)
     for shard in (dataset / "data").glob("rows-*.parquet"):
         change_shard(shard, with_column("max_tokens", lambda values: [0] * len(values)))
-    recorded, _ = record_forecasts(dataset, str(survival_checkpoint), tmp_path / "recording")
+    recorded, _ = recorded_by(dataset, survival_checkpoint, tmp_path / "recording")
     assert set(recorded.max_tokens.tolist()) == {int(recorded.edges[-1])}
-
-
-def test_the_verb_says_what_it_wrote(
-    memoryless: Path,
-    survival_checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "forecasts.parquet"
-    record(memoryless, str(survival_checkpoint), out, part="validation")
-    recorded = read_recording(out)
-    printed = capsys.readouterr().out
-    assert f"{len(recorded)} validation requests, {len(recorded.curves)} forecasts" in printed
-    assert "left out" in printed
 
 
 def test_an_invalid_recording_is_refused(recording: Path, tmp_path: Path) -> None:
@@ -434,7 +387,7 @@ def test_an_invalid_recording_is_refused(recording: Path, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"forecasts\.parquet: cannot be read as Parquet"):
         read_recording(path)
     pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(ValueError, match="no recording of forecasts; `headway record` makes one"):
+    with pytest.raises(ValueError, match="no recording of forecasts; `headway evaluate"):
         read_recording(path)
     for described in (b"[]", b"null", b"[" * 100_000):
         pq.write_table(pa.table({"a": [1]}, metadata={b"headway": described}), path)

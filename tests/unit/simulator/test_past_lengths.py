@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,17 +105,10 @@ def test_what_is_drawn_twice_has_not_been_there_before() -> None:
 
 
 def served(path: Path, forecast: str, order: str) -> RunResult:
-    config = read_config(
-        {
-            "cluster": {"instances": 1, "slots": 4},
-            "clock": "independent",
-            "trace": {"path": str(path)},
-            "arrivals": {"kind": "trace"},
-            "forecast": {"name": forecast},
-            "policies": "jsq",
-            "pool": {"limit": 10_000},
-        }
-    )
+    values: dict[str, Any] = {"cluster": {"instances": 1, "slots": 4}, "clock": "independent"}
+    values |= {"trace": {"path": str(path)}, "arrivals": {"kind": "trace"}, "policies": "jsq"}
+    values |= {"forecast": {"name": forecast}, "pool": {"limit": 10_000}}
+    config = read_config(values)
     return run(run_setup(config), create_policy("jsq"), 0, order=create_order(order))
 
 
@@ -133,6 +127,9 @@ def latency(result: RunResult) -> float:
 @pytest.mark.parametrize("by", ["client", "session"])
 def test_short_requests_go_first_once_their_kind_has_been_seen(tmp_path: Path, by: str) -> None:
     path = csv(tmp_path / "trace.csv", block(600, 0.1, False), by)
+    boosted = served(path, "past", "boost").requests
+    assert sorted(boosted.number.tolist()) == [*range(600)]
+    assert boosted.output[np.argsort(boosted.number)].tolist() == [SHORT, LONG] * 300
     as_they_come = latency(served(path, "none", "fcfs"))
     past, truth = (latency(served(path, name, "shortest")) for name in ("past", "oracle"))
     assert truth <= past < 0.75 * as_they_come
@@ -143,10 +140,3 @@ def test_nothing_is_known_before_anything_has_ended(tmp_path: Path) -> None:
     path = csv(tmp_path / "trace.csv", block(100, 0.0, False), "client")
     blind, past = served(path, "none", "fcfs"), served(path, "past", "shortest")
     assert past.requests.start.tolist() == blind.requests.start.tolist()
-
-
-def test_all_requests_end_whatever_is_forecast(tmp_path: Path) -> None:
-    path = csv(tmp_path / "trace.csv", block(300, 0.1, False), "client")
-    past = served(path, "past", "boost").requests
-    assert sorted(past.number.tolist()) == list(range(300))
-    assert past.output[np.argsort(past.number)].tolist() == [SHORT, LONG] * 150

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import ReferenceConfig
@@ -23,12 +22,7 @@ from rescheduler.ordering.fairness import OUTPUT_WEIGHT, slack
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import read_config
 from rescheduler.simulator.experiments.workers import groups
-from rescheduler.simulator.forecasts.forecast_sources import (
-    ForecastSource,
-    KaplanMeier,
-    NoForecast,
-    Oracle,
-)
+from rescheduler.simulator.forecasts.forecast_sources import ForecastSource, KaplanMeier, Oracle
 from rescheduler.simulator.results.metrics import RunResult
 from rescheduler.simulator.simulation import create_candidates, run, run_setup
 
@@ -148,38 +142,6 @@ def test_orders_are_compared_and_varied() -> None:
     assert [group.policy for group in found] == 2 * labels
     assert found[1].cells[0].config["orders"] == [{"name": "boost", "gamma": 0.1}]
     assert len({cell.key for group in found for cell in group.cells}) == 6
-
-
-AT_ONCE = {"dispatch": "instant", "arrivals": {"kind": "poisson", "rate": 1}}
-FAIR, NOTHING = {"name": "fcfs", "fairness": 0.5}, {"name": "none"}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"orders": "shortes"}, "orders.0: no order of service 'shortes'"),
-        ({"orders": [{"name": "boost", "gamma": -1}]}, "orders.0: boost: gamma must be above 0"),
-        ({"orders": "boost,boost"}, "orders"),
-        (AT_ONCE | {"orders": "boost"}, "orders: with dispatch instant no request waits at the"),
-        (AT_ONCE | {"orders": [FAIR]}, "orders: with dispatch instant no request waits at the"),
-        ({"orders": [FAIR], "policies": "jsq", "forecast": NOTHING}, "fcfs needs forecasts"),
-        (
-            {"orders": [{"name": "boost", "fairness": 1.5}]},
-            "boost: fairness must be .* at most 1",
-        ),
-    ],
-)
-def test_orders_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        for candidate in create_candidates(run_setup(read_config(values))).values():
-            run(candidate.setup, candidate.policy, 0, order=candidate.order)
-
-
-def test_an_order_needs_forecasts() -> None:
-    setup = engine_setup(ONE, [(0.0, 1, 2)], NoForecast())
-    with pytest.raises(ValueError, match=r"shortest needs forecasts.*or another order"):
-        run(setup, create_policy("jsq"), 0, order=SHORTEST)
-    assert run(setup, create_policy("jsq"), 0).requests.number.tolist() == [0]
 
 
 # A pool that accounts share: what each has had decides who goes next.

@@ -15,19 +15,16 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from checked_commands import exit_status
 
-from rescheduler.commands.command_line import main
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
-    ClusterConfig,
     PoolConfig,
-    PrefillConfig,
     SimulationConfig,
-    SLOConfig,
     read_config,
 )
 from rescheduler.simulator.experiments.workers import cells_of, groups, run_cell, run_locally
-from rescheduler.simulator.simulation import create_candidates, run_setup
+from rescheduler.simulator.simulation import create_candidates, run, run_setup
 
 ROOT = Path(__file__).parents[3]
 SMALL = {
@@ -43,13 +40,6 @@ def small(tmp_path: Path) -> str:
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(SMALL))
     return str(path)
-
-
-def exit_status(*arguments: str | Path) -> int:
-    try:
-        return main([str(argument) for argument in arguments])
-    except SystemExit as end:  # jsonargparse ends the process itself
-        return int(end.code or 0)
 
 
 def test_policies_are_compared(
@@ -146,16 +136,9 @@ def test_keys_are_overridden_on_the_command_line(
     ("arguments", "message"),
     [
         (["--cluster.instances", "0"], "cluster.instances must be at least 1, not 0"),
-        (["--policies", "fcfs,jsk"], "policies.1: no routing policy 'jsk'; known: "),
         (["--policies", "[{name: bfio, horizn: 3}]"], "policies.0: bfio has no option 'horizn'"),
-        (["--step_time.name", "moe"], "step_time: "),
-        (["--trace", "{name: geometrik}"], "trace: no generator 'geometrik'; known: "),
         (["--trace", "{path: nowhere.csv}"], "trace: nowhere.csv"),
-        (["--forecast.name", "orakle"], "forecast: no forecast 'orakle'; known: "),
         (["--forecast.name", "none"], "bfio needs forecasts"),
-        (["--arrivals.kind", "trace"], "arrivals.kind: trace, but geometric has no arrival times"),
-        (["--dispatch", "instant"], "dispatch: instant needs arrivals in time"),
-        (["--cluster.kv_capacity", "20"], "raise cluster.kv_capacity or leave it out"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -167,41 +150,144 @@ def test_a_mistake_is_one_line(
     assert message in error
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ClusterConfig(slots=0), "cluster.slots must be at least 1, not 0"),
-        (lambda: ClusterConfig(kv_capacity=0), "cluster.kv_capacity must be at least 1"),
-        (lambda: PoolConfig(0), "pool.limit must be at least 1"),
-        (lambda: PrefillConfig(instances=0), "prefill.instances must be at least 1"),
-        (lambda: ArrivalsConfig(rate=0), "arrivals.rate must be above 0"),
-        (lambda: ArrivalsConfig(target=0), "arrivals.target must be at least 1"),
-        (lambda: SLOConfig(0.0, 1.0), "slo.ttft_s must be above 0"),
-        (lambda: SimulationConfig(seeds=0), "seeds must be at least 1"),
-        (lambda: SimulationConfig(max_steps=0), "max_steps must be at least 1"),
-        (lambda: SimulationConfig(drift=[]), "drift: at least one number"),
-        (lambda: SimulationConfig(drift=[1, -1]), "drift: .* none below 0"),
-        (lambda: SimulationConfig(policies=" , "), "policies: at least one"),
-        (lambda: SimulationConfig(policies=["jsq", "jsq"]), "policies.1.label: there already is"),
-        (lambda: SimulationConfig(policies=[{"horizon": 3}]), "policies.0: a policy's name"),
-        (lambda: SimulationConfig(step_time={}), "step_time.name is missing"),
-        (lambda: SimulationConfig(trace={"requests": 3}), "trace: give either the name"),
-        (lambda: SimulationConfig(pool=PoolConfig(3)), "give arrivals.target"),
-        (
-            lambda: SimulationConfig(prefill=PrefillConfig("stage")),
-            "prefill.kind: a stage needs arrivals in time",
-        ),
-        (
-            lambda: SimulationConfig(arrivals=ArrivalsConfig("poisson", target=3)),
-            "arrivals.target is for arrivals.kind revelation; give pool.limit",
-        ),
-        (lambda: read_config({"cluster": {"instances": "x"}}), "cluster.instances"),
-        (lambda: read_config({"clutser": {"instances": 3}}), "clutser.instances"),
+FAIR: dict[str, Any] = {
+    "clock": "independent",
+    "dispatch": "instant",
+    "prefill": {"kind": "chunked", "formation": "fairbatching"},
+    "step_time": {"name": "batch", "a": 0.01, "b": 1e-4, "c": 1e-7},
+    "arrivals": {"kind": "poisson", "rate": 5.0},
+    "slo": {"ttft_s": 0.5, "tpot_s": 0.05},
+}
+"""Batches by what requests were promised."""
+AT_ONCE = {"dispatch": "instant", "arrivals": {"kind": "poisson", "rate": 1}}
+FAIRLY = [{"name": "fcfs", "fairness": 0.5}]
+NOTHING = {"forecast": {"name": "none"}}
+
+
+def moving(*planners: Any, **options: Any) -> dict[str, Any]:
+    return AT_ONCE | {"clock": "independent", "migration": {"planners": [*planners], **options}}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"cluster": {"slots": 0}}, "cluster.slots must be at least 1, not 0"),
+    ({"cluster": {"kv_capacity": 0}}, "cluster.kv_capacity must be at least 1"),
+    ({"cluster": {"instances": "x"}}, "cluster.instances"),
+    ({"clutser": {"instances": 3}}, "clutser.instances"),
+    ({"pool": {"limit": 0}}, "pool.limit must be at least 1"),
+    ({"pool": {"limit": 3}}, "give arrivals.target"),
+    ({"prefill": {"instances": 0}}, "prefill.instances must be at least 1"),
+    ({"prefill": {"kind": "stage"}}, "prefill.kind: a stage needs arrivals in time"),
+    ({"arrivals": {"rate": 0}}, "arrivals.rate must be above 0"),
+    ({"arrivals": {"target": 0}}, "arrivals.target must be at least 1"),
+    ({"arrivals": {"kind": "poisson", "target": 3}}, "target is for .*revelation; give pool.limit"),
+    ({"arrivals": {"kind": "trace"}}, "arrivals.kind: trace, but .* has no arrival times"),
+    ({"dispatch": "instant"}, "dispatch: instant needs arrivals in time"),
+    ({"seeds": 0}, "seeds must be at least 1"),
+    ({"max_steps": 0}, "max_steps must be at least 1"),
+    ({"max_seconds": 0.0}, "max_seconds must be above 0"),
+    ({"drift": []}, "drift: at least one number"),
+    ({"drift": [1, -1]}, "drift: .* none below 0"),
+    ({"policies": " , "}, "policies: at least one"),
+    ({"policies": "fcfs,jsk"}, "policies.1: no routing policy 'jsk'; known: "),
+    ({"policies": ["jsq", "jsq"]}, "policies.1.label: there already is"),
+    ({"policies": [{"horizon": 3}]}, "policies.0: a policy's name"),
+    ({"step_time": {}}, "step_time.name is missing"),
+    ({"trace": {"requests": 3}}, "trace: give either the name"),
+    (SMALL | {"cluster": {"kv_capacity": 20}}, "raise cluster.kv_capacity or leave it out"),
+    (FAIR | {"clock": "barrier"}, "prefill.formation: fairbatching needs clock: independent"),
+    (FAIR | {"batching": "bin_packing"}, "needs batching: fcfs"),
+    (FAIR | {"migration": {"planners": ["star"]}}, "not simulated with migration"),
+    (FAIR | {"prefill": {"kind": "none", "formation": "fairbatching"}}, "of prefill.kind chunked"),
+    (FAIR | {"prefill": FAIR["prefill"] | {"token_budget": 9}}, "fairbatching has none"),
+    (FAIR | {"prefill": FAIR["prefill"] | {"expected_context": 9}}, "of .* fairbatching_tokens"),
+    (FAIR | {"slo": None}, "prefill.formation: fairbatching needs slo"),
+    (FAIR | {"step_time": {"name": "moe", "a": 1e-6}}, "step_time: {name: batch, a, b, c}"),
+    (FAIR | {"admission": {"pab": True}, "dispatch": "pool"}, "admission.pab: of dispatch instant"),
+    (FAIR | {"admission": {"pab": True}, "prefill": {"kind": "none"}}, "pab needs .*kind: chunked"),
+    (
+        FAIR | {"slo": None, "prefill": {"kind": "chunked"}, "policies": "pab"},
+        "a policy that goes by prefill budgets needs slo",
+    ),
+    ({"orders": "shortes"}, "orders.0: no order of service 'shortes'"),
+    ({"orders": [{"name": "boost", "gamma": -1}]}, "orders.0: boost: gamma must be above 0"),
+    ({"orders": [{"name": "boost", "fairness": 1.5}]}, "boost: fairness must be .* at most 1"),
+    ({"orders": "boost,boost"}, "orders"),
+    (AT_ONCE | {"orders": "boost"}, "orders: with dispatch instant no request waits at the"),
+    (AT_ONCE | {"orders": FAIRLY}, "orders: with dispatch instant no request waits at the"),
+    (NOTHING | {"orders": FAIRLY, "policies": "jsq"}, "fcfs needs forecasts"),
+    (NOTHING | {"orders": "shortest", "policies": "jsq"}, "shortest needs .*or another order"),
+    (moving("magic"), "migration.planners.0: no migration policy 'magic'"),
+    (moving("none", {"name": "star", "theta": -1.0}), "migration.planners.1: theta must be"),
+    (moving({"name": "none", "theta": 1.0}), "migration.planners.0"),
+    (moving("star", "star"), "migration.planners.1.label: there already is"),
+    (moving(), "migration.planners: at least one"),
+    (moving("star", interval=0), "migration.interval must be at least 1"),
+    (moving({"name": "star", "forecast": {"name": "x"}}), "migration.planners.0.forecast"),
+    (moving("survival") | NOTHING, "survival needs forecasts, but"),
+]
+SECTIONS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "power": [
+        ({"idle": 500.0}, "power: 0 <= idle <= max, not 500.0 and 400.0"),
+        ({"idle": -1.0}, "power: 0 <= idle"),
+        ({"gamma": 0.0}, "power.gamma must be above 0, not 0.0"),
+        ({"mfu_sat": float("nan")}, "power.mfu_sat must be above 0"),
+        ({"peak_flops": float("inf")}, "power.peak_flops must be above 0"),
     ],
-)
-def test_what_means_nothing_is_refused(make: Any, message: str) -> None:
+    "step_time": [
+        ({"name": "roofline"}, "no model 'roofline'; known: bfio, moe, batch, profile, table"),
+        ({"name": "batch", "a": 0.01}, "missing 2 required"),
+        ({"name": "batch", "a": 0.01, "b": -1e-4, "c": 0.0}, "must not be below 0"),
+        ({"name": "batch", "a": 0.0, "b": 0.0, "c": 0.0}, "not all 0"),
+        ({"name": "batch", "a": "fast", "b": 0.0, "c": 0.0}, "not supported between"),
+        ({"name": "moe", "a": float("nan")}, "must not be below 0"),
+        ({"name": "bfio", "speed": 2}, "unexpected keyword argument 'speed'"),
+        ({"name": "table", "path": "no such file.csv"}, "no such file.csv"),
+        ({"name": "table", "path": "x.csv", "knots": 1}, "knots must be at least 2"),
+    ],
+    "trace": [
+        ({"name": "geometrik"}, "no generator 'geometrik'; known: burstgpt_like, burstgpt_sample"),
+        ({"name": "star", "path": "x"}, "either the name of a generator or the path of a file"),
+        ({"name": "star", "median": 3}, "star has no option 'median'; it takes: requests, dataset"),
+        ({"name": "replay"}, "replay needs the option 'recording'"),
+        ({"name": "star", "requests": 0}, "star: requests must be at least 1, not 0"),
+        ({"name": "star", "requests": 1.5}, "star: requests must be a whole number, not 1.5"),
+        ({"name": "star", "dataset": "c4"}, "star: dataset is 'sharegpt' or 'alpaca', not 'c4'"),
+        ({"name": "geometric", "mean_output": 0.5}, "mean_output must be at least 1, not 0.5"),
+        ({"name": "geometric", "prompts": "zipf"}, "prompts is 'uniform' or 'geometric', not 'zi"),
+        ({"name": "lognormal", "output_sigma": -1}, "output_sigma must be at least 0, not -1"),
+        ({"name": "burstgpt_like", "subset": "api"}, "subset is 'all' or 'gpt4_conversation', not"),
+        ({"name": "five_tasks", "shares": [1, 2]}, "shares are 5 numbers"),
+        ({"name": "five_tasks", "drift_to": [0, 0, 0, 0, 0]}, "drift_to are 5 numbers"),
+        ({"name": "five_tasks", "longest": 900}, "longest must exceed"),
+        ({"name": "mixed_classes", "scenario": "ll"}, "scenario is one of 'lh_hl_random', "),
+    ],
+    "forecast": [
+        ({"name": "orakle"}, "no forecast 'orakle'; known: binned, classified, interval, kaplan_"),
+        ({"name": "oracle", "sigma": 1}, "oracle has no option 'sigma'; it takes: none"),
+        ({"name": "noisy"}, "noisy needs the option 'sigma'"),
+        ({"name": "noisy", "sigma": -1}, "noisy: sigma must be at least 0, not -1"),
+        ({"name": "noisy", "sigma": 1, "interval": 0}, "noisy: interval must be at least 1, not 0"),
+        ({"name": "interval", "k": 0.5}, "interval: k must be a whole number, not 0.5"),
+        ({"name": "binned"}, "binned: give either bins .2, 4, 6. or edges"),
+        ({"name": "binned", "bins": 4, "edges": [0, 3]}, "binned: give either bins"),
+        ({"name": "binned", "bins": 3}, "binned: bins is 2, 4, 6, not 3"),
+        ({"name": "binned", "edges": [0, 5, 5]}, r"edges must ascend from 0, not \[0, 5, 5\]"),
+        ({"name": "binned", "bins": 2, "sigma": -1}, "binned: sigma must be at least 0"),
+        ({"name": "classified", "edges": [1, 5]}, "ascend from 0"),
+        ({"name": "classified", "accuracy": 1.5}, "accuracy must be at least 0 and at most 1"),
+        ({"name": "replay", "recording": "nowhere"}, "nowhere: cannot be read"),
+    ],
+}
+REFUSED += [({section: row[0]}, row[1]) for section, rows in SECTIONS.items() for row in rows]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_what_means_nothing_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as refused:
-        make()
+        for policy, planner, setup, order in create_candidates(
+            run_setup(read_config(values))
+        ).values():
+            run(setup, policy, 0, planner=planner, order=order)
     assert "\n" not in str(refused.value)
 
 
@@ -322,16 +408,10 @@ def test_a_cell_that_fails_does_not_lose_the_others(
     [
         (["--vary", "cluster.instanzes=[1]"], "cluster.instanzes"),
         (["--vary", "clutser.instances=[1]"], "vary.clutser.instances: there is no clutser"),
-        (
-            ["--vary", "cluster.instances=3"],
-            "vary.cluster.instances: a list of values such as [3], not 3",
-        ),
+        (["--vary", "cluster.instances=3"], "cluster.instances: a list of values such as [3], not"),
         (["--vary", "policies.bfoi.horizon=[1]"], "no policy 'bfoi'; there are: fcfs, bfio"),
         (["--vary", "clock.speed=[1]"], "vary.clock.speed: clock has no keys of its own"),
-        (
-            ["--vary", "cluster.instances=[0]"],
-            "vary: cluster.instances = 0: cluster.instances must",
-        ),
+        (["--vary", "cluster.instances=[0]"], "vary: cluster.instances = 0: cluster.instances m"),
         (["--vary", "cluster.instances"], "expected KEY=VALUE"),
         (["--workers", "0"], "workers must be at least 1"),
     ],
@@ -352,10 +432,7 @@ def test_a_sweep_over_nothing_is_one_line(
 
 
 def test_without_ray_it_is_said_how_to_get_it(
-    tmp_path: Path,
-    small: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert sweep(small, tmp_path / "out", "--ray", "auto") == 1

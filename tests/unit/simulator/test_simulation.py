@@ -28,7 +28,7 @@ from rescheduler.batching.batch_formation import FORMATIONS
 from rescheduler.routing import RoutingPolicy, create_policy
 from rescheduler.routing.inputs import RoutingInputs
 from rescheduler.routing.policy import kernel_of
-from rescheduler.simulator.config.service_rules import service_rules
+from rescheduler.simulator.config.rules import service_rules
 from rescheduler.simulator.config.simulation_config import (
     ArrivalsConfig,
     ClusterConfig,
@@ -74,10 +74,7 @@ def test_the_engine_agrees_with_the_reference(case: Case, name: str) -> None:
         np.testing.assert_allclose(result.series.time, [step.time for step in expected.steps])
 
 
-@given(
-    reference_cases(drift=(1,)),
-    st.sampled_from([*POLICIES, "overflow", "brh", "min_min"]),
-)
+@given(reference_cases(drift=(1,)), st.sampled_from([*POLICIES, "overflow", "brh", "min_min"]))
 def test_a_policy_decides_alike_in_python_and_in_the_engine(case: Case, name: str) -> None:
     config, requests = case
     policy = create_policy(name)
@@ -345,11 +342,7 @@ def test_fair_batches_agree_with_the_reference(case: Case, name: str, reading: s
     agree(case, name, reading)
 
 
-@given(
-    fair_cases(dispatch="instant", b=0.125),
-    st.sampled_from(["jsq_load", "pab"]),
-    st.booleans(),
-)
+@given(fair_cases(dispatch="instant", b=0.125), st.sampled_from(["jsq_load", "pab"]), st.booleans())
 def test_budgets_and_admission_agree_with_the_reference(
     case: Case, name: str, whole_steps: bool
 ) -> None:
@@ -431,35 +424,6 @@ BASE: dict[str, Any] = {
     "arrivals": {"kind": "poisson", "rate": 5.0},
     "slo": {"ttft_s": 0.5, "tpot_s": 0.05},
 }
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"clock": "barrier"}, "prefill.formation: fairbatching needs clock: independent"),
-        ({"batching": "bin_packing"}, "needs batching: fcfs"),
-        ({"migration": {"planners": ["star"]}}, "not simulated with migration"),
-        ({"prefill": {"kind": "none", "formation": "fairbatching"}}, "of prefill.kind chunked"),
-        ({"prefill": BASE["prefill"] | {"token_budget": 9}}, "fairbatching has none"),
-        ({"prefill": BASE["prefill"] | {"expected_context": 9}}, "of .* fairbatching_tokens"),
-        ({"slo": None}, "prefill.formation: fairbatching needs slo"),
-        ({"step_time": {"name": "moe", "a": 1e-6}}, "step_time: {name: batch, a, b, c}"),
-        ({"admission": {"pab": True}, "dispatch": "pool"}, "admission.pab: of dispatch instant"),
-        (
-            {"admission": {"pab": True}, "prefill": {"kind": "none"}},
-            "admission.pab needs prefill.kind: chunked",
-        ),
-    ],
-)
-def test_what_is_not_simulated_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_setup(read_config(BASE | changes))
-
-
-def test_a_policy_that_goes_by_budgets_needs_objectives() -> None:
-    config = read_config(BASE | {"slo": None, "prefill": {"kind": "chunked"}})
-    with pytest.raises(ValueError, match="a policy that goes by prefill budgets needs slo"):
-        run(run_setup(config), create_policy("pab"), seed=0)
 
 
 def test_a_request_cannot_be_moved_where_decodes_sit_out() -> None:

@@ -1,6 +1,7 @@
 """Migration planners in the simulator: what they are shown, and what comes of their plans."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,26 +28,19 @@ BALANCES: dict[str, Any] = {"tolerance": 1.0, "crowded": 100.0}  # whatever that
 
 def config(**changes: Any) -> SimulationConfig:
     """Four instances whose requests differ widely, under a load that fills them by half."""
-    return read_config(
-        {
-            "cluster": {"instances": 4, "slots": 40, "kv_capacity": CAPACITY},
-            "clock": "independent",
-            "dispatch": "instant",
-            "step_time": {"name": "batch", "a": 0.01, "b": 1e-5, "c": 1e-5},
-            "transfer": {"gigabits_per_second": 8, "bytes_per_token": 10_000},
-            "trace": {
-                "name": "lognormal",
-                "requests": 300,
-                "output_sigma": 1.5,
-                "output_max": 2000,
-                "prompt_max": 900,
-            },
-            "arrivals": {"kind": "poisson", "rate": 1.2},
-            "policies": ["jsq"],
-            "seeds": 1,
-        }
-        | changes
-    )
+    trace = {"name": "lognormal", "requests": 300, "output_sigma": 1.5, "output_max": 2000}
+    values: dict[str, Any] = {
+        "cluster": {"instances": 4, "slots": 40, "kv_capacity": CAPACITY},
+        "clock": "independent",
+        "dispatch": "instant",
+        "step_time": {"name": "batch", "a": 0.01, "b": 1e-5, "c": 1e-5},
+        "transfer": {"gigabits_per_second": 8, "bytes_per_token": 10_000},
+        "trace": trace | {"prompt_max": 900},
+        "arrivals": {"kind": "poisson", "rate": 1.2},
+        "policies": ["jsq"],
+        "seeds": 1,
+    }
+    return read_config(values | changes)
 
 
 def simulate(planner: Any, forecast: dict[str, Any] | None = None) -> RunResult:
@@ -92,16 +86,9 @@ def test_the_engine_has_the_inputs_of_its_view(forecast: dict[str, Any], points:
     assert simulation.result("").migrations > 0
 
 
-@pytest.mark.parametrize(
-    "planner",
-    [
-        Star(prediction=False, **BALANCES, **COSTS),
-        Star(**BALANCES, **COSTS),
-        Survival(**BALANCES, **COSTS),
-    ],
-)
-def test_planners_balance_the_instances(planner: Any) -> None:
-    nobody, moved = simulate(None), simulate(planner)
+@pytest.mark.parametrize("make", [partial(Star, prediction=False), Star, Survival])
+def test_planners_balance_the_instances(make: Any) -> None:
+    nobody, moved = simulate(None), simulate(make(**BALANCES, **COSTS))
     assert nobody.migrations == nobody.plans == 0
     assert moved.migrations > 0
     assert moved.execution_variance < 0.7 * nobody.execution_variance
@@ -157,36 +144,14 @@ def test_every_policy_is_compared_with_every_planner() -> None:
 
 
 def test_a_planner_has_the_transfers_costs_and_may_have_its_own_forecasts() -> None:
-    made = candidates(
-        **migration(
-            "survival",
-            {"name": "star", "bandwidth": 5.0, "forecast": {"name": "noisy", "sigma": 2.0}},
-        )
-    )
+    star = {"name": "star", "bandwidth": 5.0, "forecast": {"name": "noisy", "sigma": 2.0}}
+    made = candidates(**migration("survival", star))
     planner = made["survival"].planner
     assert (planner.bandwidth, planner.kv_bytes_per_token) == (1e9, 10_000)
     assert planner.handshake_seconds == 0.01
     assert made["star"].planner.bandwidth == 5.0
     assert made["star"].setup.forecast == create_forecast("noisy", sigma=2.0)
     assert made["survival"].setup.forecast == create_forecast("oracle")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (migration("magic"), "migration.planners.0: no migration policy 'magic'"),
-        (migration("none", {"name": "star", "theta": -1.0}), "migration.planners.1: theta must be"),
-        (migration({"name": "none", "theta": 1.0}), "migration.planners.0"),
-        (migration("star", "star"), "migration.planners.1.label: there already is"),
-        (migration(), "migration.planners: at least one"),
-        (migration("star", interval=0), "migration.interval must be at least 1"),
-        (migration({"name": "star", "forecast": {"name": "x"}}), "migration.planners.0.forecast"),
-        ({"max_seconds": 0.0}, "max_seconds must be above 0"),
-    ],
-)
-def test_mistakes_are_reported_with_their_key(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        candidates(**changes)
 
 
 def test_plans_are_made_every_interval_of_the_mean_instance() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +22,7 @@ from rescheduler.simulator.config.simulation_config import read_config
 from rescheduler.simulator.engine import suspension
 from rescheduler.simulator.engine.engine_state import NONE, PREEMPTED
 from rescheduler.simulator.results.metrics import RunResult, run_metrics
-from rescheduler.simulator.simulation import (
-    RunSetup,
-    Simulation,
-    create_candidates,
-    run,
-    run_setup,
-)
+from rescheduler.simulator.simulation import RunSetup, Simulation, create_candidates, run, run_setup
 
 RECORDING = str(Path(__file__).parents[3] / "recordings" / "smollm2-135m-instruct.parquet")
 JSQ_LOAD = create_policy("jsq_load")
@@ -35,35 +30,21 @@ OTHERS = ["rest", "age", "context"]
 PREFILLS: dict[str, dict[str, Any]] = {
     "none": {"kind": "none"},
     "chunked": {"kind": "chunked", "max_batched_tokens": 256},
-    "fairbatching": {
-        "kind": "chunked",
-        "max_batched_tokens": 256,
-        "formation": "fairbatching",
-    },
+    "fairbatching": {"kind": "chunked", "max_batched_tokens": 256, "formation": "fairbatching"},
 }
 
 
 def crowded(victim: str, prefill: str = "none", **changes: Any) -> RunSetup:
     """Two instances whose caches overflow, with answers of which a few are long."""
+    cluster = {"instances": 2, "slots": 24, "kv_capacity": 3000, "victim": victim}
+    trace = {"name": "lognormal", "requests": 150, "output_sigma": 1.3, "output_max": 1500}
     values: dict[str, Any] = {
-        "cluster": {
-            "instances": 2,
-            "slots": 24,
-            "kv_capacity": 3000,
-            "victim": victim,
-            **changes.pop("cluster", {}),
-        },
+        "cluster": cluster | changes.pop("cluster", {}),
         "clock": "independent",
         "dispatch": "instant",
         "step_time": {"name": "batch", "a": 0.01, "b": 1e-5, "c": 1e-6},
         "transfer": {"gigabits_per_second": 8, "bytes_per_token": 10_000},
-        "trace": {
-            "name": "lognormal",
-            "requests": 150,
-            "output_sigma": 1.3,
-            "output_max": 1500,
-            "prompt_max": 300,
-        },
+        "trace": trace | {"prompt_max": 300},
         "arrivals": {"kind": "poisson", "rate": 8.0},
         "forecast": {"name": "noisy", "sigma": 1.0},
         "policies": ["jsq_load"],
@@ -164,6 +145,8 @@ def test_nobody_begins_before_the_one_whose_limit_passed_first(
             ]
             late = [one for one in waiting if state.requests["until"][one] <= instance["steps"]]
             row = min(late, key=lambda one: state.requests["until"][one], default=NONE)
+            if any(state.requests["until"][one] == suspension._FOR_GOOD for one in runs):
+                row = NONE  # one at a time is kept for good
             foremost[g] = row, since if row == foremost[g][0] else int(instance["steps"])
         admissions = int(state.scalars["admissions"][0])
     result = simulation.result("")
@@ -182,7 +165,7 @@ class SameState:
             additional_config={"headway": {"victim": victim}},
             scheduler_config=SimpleNamespace(policy="fcfs"),
         )
-        self.block_size, self.failures = 1, 0
+        self.block_size, self.failures, self.connector = 1, 0, None
         held = instance["load"] + instance["arriving_tokens"] + instance["leaving_tokens"]
         pool = SimpleNamespace(
             num_gpu_blocks=capacity, get_num_free_blocks=lambda: int(capacity - held)
@@ -200,16 +183,22 @@ class SameState:
             left = state.slot_end[g, slot] - instance["steps"]
             context = state.requests["context"][row] + instance["grown"]
             self.running.append(self._request(state, row, context, left, False))
-            if state.requests["until"][row] > instance["steps"]:
-                self.victims._kept_until[str(row)] = int(state.requests["until"][row])
+            self._keep(state, row, instance["steps"])
         self.running.sort(key=lambda request: int(state.requests["admitted"][request.row]))
         for row in chain(simulation, instance["filling"]):
             self.running.append(self._held(state, row, True))
+            self._keep(state, row, instance["steps"])
         for row in chain(simulation, instance["suspended"]):
             rest, until = state.requests["rest"][row], int(state.requests["until"][row])
             self.victims._suspended[str(row)] = _Suspended(
                 self._held(state, row, False), float(rest), until
             )
+
+    def _keep(self, state: Any, row: int, steps: int) -> None:
+        until = int(state.requests["until"][row])
+        if until > steps:
+            for_good = until == suspension._FOR_GOOD
+            self.victims._kept_until[str(row)] = inf if for_good else until
 
     def _held(self, state: Any, row: int, filling: bool) -> Any:
         left = state.requests["output"][row] - state.requests["generated"][row]
@@ -225,6 +214,7 @@ class SameState:
             num_output_tokens=generated,
             max_tokens=1_000_000,
             is_prefill_chunk=filling,
+            kv_transfer_params=None,
         )
 
     def part(self, kind: Any) -> Any:
@@ -255,6 +245,10 @@ def test_the_engines_part_decides_alike_in_the_same_state(
             decoding = int(instance["decoding"])
             slot = suspension.longest_rest(rules, rests, cluster, g)
             expected = there.victims._fitting()
+            for request in there.running:
+                state = request.row, request.num_output_tokens, request.num_tokens
+                by_age = suspension.rest_by_age(rests, cluster, g, *state)
+                assert there.victims._rests_by_age([request])[0] == pytest.approx(by_age)
             crowd = there.running[:decoding]
             there.running[:], all_running = crowd, there.running[:]
             there.victims._order()
@@ -283,6 +277,35 @@ def test_the_peak_is_the_engines(requests: list[tuple[int, float]]) -> None:
     contexts, rests = np.array(requests, dtype=np.float64).T.copy()
     found = suspension.peak(contexts, rests, len(requests))
     assert found == pytest.approx(peak(contexts, rests), rel=1e-12)
+
+
+@pytest.mark.parametrize("victim", OTHERS)
+@pytest.mark.parametrize("forecast", ["oracle", "none"])
+def test_shorter_ones_pass_a_long_request_for_a_time_however_many_come(
+    victim: str, forecast: str
+) -> None:
+    """20 requests of 60 tokens a second beside one of 2,000, where 30 of them fit."""
+
+    def ends_after(victim: str, number: int) -> float:
+        rng = np.random.default_rng(0)
+        arrivals = np.cumsum(rng.exponential(0.05, number)).tolist()
+        short = [(arrival, 100, 60) for arrival in arrivals]
+        requests = sorted([*short, (5.0, 400, 2_000)])
+        config = ReferenceConfig(
+            1, 64, 3_000, "independent", "instant", prefill="chunked", max_batched_tokens=256,
+            a=0.01, b=1e-5, c=1e-6,
+        )  # fmt: skip
+        setup = engine_setup(config, requests)
+        changed = replace(setup.config.cluster, victim=victim)
+        setup = replace(setup, config=replace(setup.config, cluster=changed))
+        if forecast == "none":
+            setup = replace(setup, config=replace(setup.config, forecast={"name": "none"}))
+        result = run(setup, JSQ_LOAD, seed=0)
+        long = [one[2] for one in requests].index(2_000)
+        return float(ordered(result, "end")[long]) - 5.0
+
+    first, later = ends_after(victim, 1_000), ends_after(victim, 3_000)
+    assert later <= first + 1.0 <= 2.0 * ends_after("newest", 1_000)
 
 
 def suspended_by(victim: str, forecast: str) -> RunResult:

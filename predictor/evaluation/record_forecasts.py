@@ -1,28 +1,22 @@
-"""`headway record`: record a predictor's forecasts of a dataset, for simulations."""
+"""What a predictor forecasts of a dataset's requests, recorded for simulations."""
 
 import hashlib
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from data_collection.dataset.dataset_schema import SplitName, split_requests
 from predictor.forecasts.forecast import Forecast, SurvivalForecast
+from predictor.forecasts.forecast_recording import ForecastRecording, in_steps, write_recording
 from predictor.forecasts.kaplan_meier import survival_edges
-from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import PROMPT_LAYER, HiddenStateMLP
 from predictor.models.survival_mlp import SurvivalMLP
 from predictor.prompts.prompt_predictor import PromptPredictor
-from predictor.training.row_table import RowTable, load_rows
+from predictor.training.row_table import RowTable
 from predictor.training.rows_data_module import request_rows
-from rescheduler.simulator.workloads.forecast_recording import (
-    ForecastRecording,
-    in_steps,
-    write_recording,
-)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -32,7 +26,7 @@ _GRID_FLOOR = 40
 
 
 class LeftOut(NamedTuple):
-    """Requests of the part that were not recorded.
+    """Requests that were not recorded.
 
     Attributes:
         unfinished: neither ended by themselves nor at their ``max_tokens``.
@@ -43,78 +37,41 @@ class LeftOut(NamedTuple):
     incomplete: int
 
 
-Part = SplitName | Literal["all"]
-
-
-def record(
-    dataset: Path,
-    checkpoint: str,
-    out: Path,
-    part: Part = "test",
-    prompt_checkpoint: str | None = None,
-) -> None:
-    """Record a predictor's forecasts of the requests of a dataset, for simulations.
-
-    In `headway simulate`, the trace `{name: replay, recording: OUT}` repeats these requests, and
-    the forecast `{name: replay, recording: OUT}` gives policies the forecasts of the predictor.
-
-    Args:
-        dataset: folder of the dataset.
-        checkpoint: folder or Hugging Face id of a survival model or a regressor.
-        out: Parquet file to write.
-        part: Requests to record. Those of `test` were not trained on. Use `all` for a dataset that
-            was collected apart.
-        prompt_checkpoint: Also record the forecasts of this predictor, which reads prompts. It must
-            not have been trained on these requests: its split may differ.
-    """
-    recorded, left_out = record_forecasts(dataset, checkpoint, out, part, prompt_checkpoint)
-    print(
-        f"wrote {out}: {len(recorded)} {part} requests, {len(recorded.curves)} forecasts, one "
-        f"every {recorded.interval} tokens, {out.stat().st_size / 1e6:.2f} MB"
-    )
-    print(
-        f"left out {left_out.unfinished} requests that did not run to their end, and "
-        f"{left_out.incomplete} without a row every {recorded.interval} tokens"
-    )
-
-
 def record_forecasts(
-    dataset: Path,
-    checkpoint: str,
+    predictor: HiddenStateMLP,
+    table: RowTable,
+    requests: IntArray,
     out: Path,
-    part: Part = "test",
-    prompt_checkpoint: str | None = None,
+    part: str,
+    prompts: PromptPredictor | None = None,
 ) -> tuple[ForecastRecording, LeftOut]:
-    """Write what a predictor forecasts of the requests of a dataset, every k tokens.
+    """Write what a predictor forecasts of requests of a dataset, every k tokens.
 
     A regressor's number is recorded as a step within one bin of the grid of `survival_edges`.
+
+    Args:
+        predictor: of the dataset's model.
+        table: the dataset.
+        requests: which of its requests.
+        out: Parquet file to write.
+        part: what the recording calls them.
+        prompts: predictor whose forecasts of their prompts are recorded too.
 
     Returns:
         What was written, and how many requests were left out.
 
     Raises:
-        ModelMismatchError: the predictor is of another model; both are named.
-        DatasetError: the dataset cannot be used.
-        CheckpointError: the checkpoint cannot be used.
+        ModelMismatchError: the predictor of prompts is of another model; both are named.
         ValueError: no request can be recorded.
     """
-    predictor = load_predictor(checkpoint)
-    table = load_rows(dataset, predictor.adapter)
-    predictor.refuse_other_model(table.session)
-    prompts = None if prompt_checkpoint is None else PromptPredictor.load(prompt_checkpoint)
     if prompts is not None:
         session = replace(table.session, layer=PROMPT_LAYER, hidden_size=prompts.model.hidden_size)
         prompts.model.refuse_other_model(session)
-    if part == "all":
-        chosen = np.arange(len(table.requests))
-    else:
-        split_seed = predictor.provenance.get("split_seed", 0)
-        chosen = split_requests(table.requests.group, split_seed)[part]
-    whole, left_out = _whole_requests(table, chosen)
+    whole, left_out = _whole_requests(table, requests)
     if len(whole) == 0:
         raise ValueError(
-            f"{dataset}: no {part} request can be recorded: {left_out.unfinished} did not run to "
-            f"their end, {left_out.incomplete} lack a row at every {table.session.k} tokens"
+            f"no {part} request can be recorded: {left_out.unfinished} did not run to their end, "
+            f"{left_out.incomplete} lack a row at every {table.session.k} tokens"
         )
     rows = table.select(np.flatnonzero(np.isin(table.request, whole)))
     rows = rows.select(np.lexsort((rows.generated_tokens, rows.request)))

@@ -1,10 +1,9 @@
-"""Recordings of a real predictor's forecasts: the file, and its requests as a trace."""
+"""Recordings of a predictor's forecasts: the file, and how large their error is."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,6 @@ import pyarrow.parquet as pq
 from data_collection.files import find_shipped, replace_file
 from data_collection.parquet_file import UnusableParquetError, open_parquet
 from predictor.forecasts.forecast import SurvivalForecast
-from rescheduler.cluster.registry import COUNT, Checked
-from rescheduler.simulator.workloads.trace import TraceBlock, block_sizes, lengths_block
 
 IntArray = npt.NDArray[np.int64]
 
@@ -87,42 +84,6 @@ class ForecastRecording:
     def __len__(self) -> int:
         """Return the number of requests."""
         return len(self.output)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayTrace(Checked, requests=COUNT):
-    """Recorded requests, drawn with replacement: their lengths are those that were forecast.
-
-    A block's ``template`` is the request's number in the recording, which the forecast source
-    ``replay`` of the same file looks up.
-
-    Attributes:
-        recording: path of a recording of forecasts.
-        requests: how many are drawn.
-        recorded: what is in the recording.
-    """
-
-    name: ClassVar[str] = "replay"
-    has_arrivals: ClassVar[bool] = False
-
-    recording: str | Path
-    requests: int = 10_000
-    recorded: ForecastRecording = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Read the recording."""
-        object.__setattr__(self, "recorded", read_recording(Path(self.recording)))
-        super().__post_init__()
-
-    def _section(self) -> str:
-        return f"{self.name}: "
-
-    def blocks(self, generator: np.random.Generator) -> Iterator[TraceBlock]:
-        """Yield all requests, at most `BLOCK_REQUESTS` at a time."""
-        prompt, output = self.recorded.prompt, self.recorded.output
-        for size in block_sizes(self.requests):
-            template = generator.integers(0, len(output), size)
-            yield lengths_block(prompt[template], output[template], template)
 
 
 def error_sigma(recording: ForecastRecording) -> float:
@@ -212,12 +173,12 @@ def read_recording(path: Path) -> ForecastRecording:
         raise ValueError(f"{path}: cannot be read as Parquet: {error}") from error
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path}: no recording of forecasts; `headway record` makes one"
+            f"{path}: no recording of forecasts; `headway evaluate --forecasts` makes one"
         ) from error
     if described.get("version") != _VERSION:
         raise ValueError(
             f"{path}: a recording of version {described.get('version')}, not {_VERSION}; make it "
-            "again with `headway record`"
+            "again with `headway evaluate --forecasts`"
         )
     try:
         return _recording(table, described)

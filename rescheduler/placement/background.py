@@ -1,0 +1,250 @@
+"""Background requests: they get the places that all others leave, and give them back."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from math import inf
+from typing import Any, Generic
+
+import numpy as np
+import numpy.typing as npt
+
+from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
+from rescheduler.engines.proxy_options import BackgroundOptions
+from rescheduler.placement.account import Account
+from rescheduler.placement.guarded_policy import guarded_view
+from rescheduler.placement.instance_state import InstanceState
+from rescheduler.placement.live_forecasts import LiveForecasts
+from rescheduler.placement.placeable import Placements, R
+from rescheduler.placement.waiting_line import Pool, still_waiting, taken_out
+from rescheduler.step_time.profile import MeanStepTime
+
+logger = logging.getLogger("headway.serve")
+
+_APART_SECONDS, _LOOK_SECONDS = 0.02, 0.1
+"""Between two looks for room at least, and after which there may be more though nothing ended."""
+_LOOKED_AT = 64
+"""Accounts whose first request is looked at in one look."""
+
+
+class Background(Generic[R]):
+    """Gives background requests the places that all others leave.
+
+    They are looked at when no other request waits, one at a time, in their own order, and as long
+    as there is room. Where another request waits nevertheless, one that runs gives way.
+
+    Args:
+        pool: those of background that wait.
+        others: those that wait and are served before.
+        placements: of all requests.
+        prefills: instances that prefill.
+        forecasts: of remaining lengths; None if no engine publishes them.
+        longest: seconds for which promises go first; after them every second place is of others.
+        usable_for: returns the decode instances that a request may go to.
+        place: places a request on one of these by the policy, and returns it, if it wants to.
+    """
+
+    def __init__(
+        self,
+        pool: Pool[R],
+        others: Pool[R],
+        placements: Placements[R],
+        prefills: Sequence[InstanceState],
+        options: BackgroundOptions,
+        step: MeanStepTime,
+        clock: Callable[[], float],
+        forecasts: LiveForecasts | None,
+        longest: float,
+        usable_for: Callable[[R], Sequence[InstanceState]],
+        place: Callable[[R, Sequence[InstanceState]], InstanceState | None],
+    ) -> None:
+        self._pool = pool
+        self._others = others
+        self._placements = placements
+        self._prefills = prefills
+        self._options = options
+        self._step = step
+        self._clock = clock
+        self._forecasts = forecasts
+        self._longest = longest
+        self._usable_for = usable_for
+        self._place = place
+        self._look: asyncio.TimerHandle | None = None
+        self._due = inf
+        self._looked = -inf
+        self._latest: dict[InstanceState, tuple[R, float]] = {}  # until it has begun
+        self._rests_until: dict[InstanceState, float] = {}
+        self._failed = False
+
+    def began(self, request: R, instance: InstanceState) -> None:
+        r"""Note that a request has begun to generate on an instance, or that it is prefilled there.
+
+        If it is of background, and took t seconds from its place until now, no other one is begun
+        there for :math:`t \,(1 / \text{prefill} - 1)` seconds.
+        """
+        latest = self._latest.get(instance)
+        if latest is not None and latest[0] is request:
+            now = self._clock()
+            rest = (now - latest[1]) * (1.0 / self._options.prefill - 1.0)
+            self._rests_until[instance] = now + rest
+            del self._latest[instance]
+        self.wake()
+
+    def _rests(self, instance: InstanceState) -> bool:
+        """Return whether none is to begin on an instance yet, since another one just has."""
+        return self._clock() < self._rests_until.get(instance, -inf)
+
+    def wake(self, seconds: float = 0.0) -> None:
+        """Look for room so many seconds from now, or soon."""
+        if not self._pool.waiting:
+            return
+        when = max(self._clock() + seconds, self._looked + _APART_SECONDS)
+        if self._due <= when:
+            return
+        if self._look is not None:
+            self._look.cancel()
+        self._due = when
+        self._look = asyncio.get_running_loop().call_at(when, self._give_places)
+
+    def give_way(self, instances: Sequence[InstanceState]) -> None:
+        """Have one that runs on any of these instances leave it, unless one is about to.
+
+        That which holds most: so the fewest have to.
+        """
+        on = [request for instance in instances for request in self._placements.on(instance)]
+        running = [request for request in on if request.background]
+        if any(request.gives_way for request in running):
+            return
+        leaving = [request for request in running if request.can_give_way]
+        if leaving:
+            max(leaving, key=lambda request: request.context_tokens).give_way()
+
+    def _give_places(self) -> None:
+        self._due, self._looked = inf, self._clock()
+        try:
+            self._give(self._decode, self._pool.for_decode)
+            self._give(self._prefill, self._pool.for_prefill)
+            self._failed = False
+        except Exception:
+            if not self._failed:
+                logger.exception("background requests wait, since no room can be looked for")
+            self._failed = True
+        self.wake(_LOOK_SECONDS)
+
+    def _give(self, takes: Callable[[R], bool], places: Mapping[R, asyncio.Future[Any]]) -> None:
+        """Give the first that fits a place, as long as there is one and no other request waits."""
+        while not self._others.waiting:
+            firsts = self._firsts(places)
+            taken = next((i for i, request in enumerate(firsts) if takes(request)), None)
+            if taken is None:
+                return
+            self._pool.accounts.passed_over(firsts[:taken])
+
+    def _decode(self, request: R) -> bool:
+        """Give a request a decode instance; return whether it waits no more."""
+        places = self._pool.for_decode
+        instance: InstanceState | None = None
+        with taken_out(request, places):
+            instances = self._with_leftover(request)
+            instance = self._place(request, instances) if instances else None
+        if instance is not None:
+            self._latest[instance] = request, self._clock()
+            places.pop(request).set_result(instance)
+        return request not in places
+
+    def _prefill(self, request: R) -> bool:
+        """Give a request a prefill instance; return whether it waits no more."""
+        places = self._pool.for_prefill
+        available = [one for one in self._prefills if one.available and one.serves(request.model)]
+        if not available:
+            places.pop(request).set_result(None)
+            return True
+        idle = [one for one in available if not self._placements.on(one) and not self._rests(one)]
+        # What has been prefilled occupies its prefill instance until it is placed.
+        with taken_out(request, places):
+            if idle and not self._pool.for_decode and self._with_leftover(request):
+                self._pool.accounts.placed(request, for_prefill=True)
+                request.begin_prefill(idle[0])
+                self._latest[idle[0]] = request, self._clock()
+                places.pop(request).set_result(idle[0])
+        return request not in places
+
+    def _with_leftover(self, request: R) -> list[InstanceState]:
+        """Return the decode instances on which there is room for a request."""
+        begun = [
+            one
+            for one in self._usable_for(request)
+            if not self._rests(one) and all(other.generating for other in self._placements.on(one))
+        ]
+        if not begun:
+            return []
+        if self._forecasts is not None:
+            self._forecasts.refresh()
+        shown, view = guarded_view(
+            "placing",
+            self._placements,
+            begun,
+            [request],
+            self._forecasts,
+            self._clock(),
+            self._step.seconds,
+        )
+        left = has_leftover(view, self._options)
+        return [one for one, has_room in zip(shown, left, strict=True) if has_room]
+
+    def _firsts(self, places: Mapping[R, asyncio.Future[Any]]) -> list[R]:
+        """Return the first request of each account: one without room holds back no other client."""
+        waiting = still_waiting(places)
+        if len(waiting) > 1:
+            waiting = self._pool.in_order(waiting, self._clock(), self._longest)[0]
+        firsts: dict[Account, R] = {}
+        for request in waiting:
+            firsts.setdefault(request.account, request)
+        return list(islice(firsts.values(), _LOOKED_AT))
+
+
+_STEPS_AHEAD = (0, *(2**i for i in range(4, 14)))
+
+
+def has_leftover(view: ClusterView, options: BackgroundOptions) -> npt.NDArray[np.bool_]:
+    r"""Return which instances have room for the first waiting request of a view, [n_instances].
+
+    An instance g with n of S places taken and K tokens of KV cache has room for a request w if all
+    requests on it have begun to generate, so that no prompt is computed but that of w, and
+
+    .. math::
+        n + 1 \le \text{slots} \cdot S, \qquad
+        \max_h \Big[ S_w(h)\,(c_w + h) + \sum_{i \text{ on } g} S_i(h)\,(c_i + h) \Big]
+        \le \text{kv} \cdot K
+
+    with c the tokens that a request holds and S(h) the probability that it still runs h steps from
+    now; without forecasts what is held now. An instance that has no request takes any; one that
+    does not say how much it holds takes no other beside it.
+
+    Args:
+        view: of the instances, and of one waiting request.
+        options: ``slots`` and ``kv``.
+    """
+    running = view.running
+    known = view.kv_capacity < UNLIMITED
+    begun = view.queued == 0
+    fits = _peaks(view) <= options.kv * view.kv_capacity
+    free = running + 1 <= options.slots * view.slots
+    has_room: npt.NDArray[np.bool_] = (running == 0) | (known & begun & fits & free)
+    return has_room
+
+
+def _peaks(view: ClusterView) -> npt.NDArray[np.float64]:
+    """Return the greatest load expected of each instance with the first waiting request on it."""
+    context, waits = view.context_tokens, int(view.waiting_prompt_tokens[0])
+    waits += int(view.waiting_generated_tokens[0])
+    if view.forecast is None or view.waiting_forecast is None:
+        return view.kv_load.astype(np.float64) + waits
+    peaks = np.zeros(view.n_instances)
+    for steps in _STEPS_AHEAD:
+        held = view.forecast.at(steps) * (context + steps)
+        load = np.bincount(view.instance, weights=held, minlength=view.n_instances)
+        more = view.waiting_forecast.at(steps)[0] * (waits + steps)
+        peaks = np.maximum(peaks, load + more)
+    return peaks
