@@ -44,8 +44,8 @@ The table that it ends with:
   ``silent_failed_at_a_kill`` of an engine, which those with tools do not survive,
   ``silent_without_end`` within 400 seconds, ``silent_cut_by_proxy_restart``.
 - ``prompts_computed_twice``, as the proxy counts them; ``prompts_computed_twice_in_overloads``, as
-  the decode engines count them: tokens of prompts that these compute, by the mean prompt. Where a
-  proxy does not count, the first is the second.
+  the decode engines count them: tokens of prompts that these compute, less what moves leave them
+  to compute, by the mean prompt. Where a proxy does not count, the first is the second.
 - ``slow_steps_times``: how many times as long slow steps took, as the engines log them.
 """
 

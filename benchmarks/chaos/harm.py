@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import zmq
 
-from benchmarks.chaos.ledger import Ledger, Lives, prompt_tokens
+from benchmarks.chaos.ledger import SCRAPE_SECONDS, Ledger, Lives, prompt_tokens
 from predictor.live.zmq_sockets import Side, apply_curve
 from rescheduler.emulation.scripted_answers import LENGTH
 from rescheduler.engines.deployment import Deployment, Instance
@@ -33,6 +33,7 @@ _LONG_PROMPT = "and then " * 180  # about 360 tokens
 _BLOCKS_OF_FILLER = 22
 _FILLERS = 5
 _OVERLOAD = 1.3
+_MOVES = ("moves", "moves_rolled_back", "moves_not_copied", "moves_not_frozen", "moves_no_answer")
 _STOPS = 3
 """Of which the last may be one of a prefill instance."""
 
@@ -442,20 +443,32 @@ class Harm:
         await self._slowed([self._chosen("decode")], self.setting.slowed)
 
     async def _overload(self, burst: Callable[[int], Awaitable[None]]) -> None:
-        """Ask more than all decode instances have places for, while their steps are slow."""
+        """Ask more than all decode instances have places for, while their steps are slow.
+
+        Who moves meanwhile leaves what is in a block that is not full to be computed: at the
+        target, and once more at the source if the move is rolled back.
+        """
         self.ledger.counts["overloads"] += 1
         places = len(self.deployment.decode) * self.deployment.engine.max_num_seqs
         urls = [instance.url for instance in self.deployment.decode]
         async with self._drains:
             before = await prompt_tokens(urls, self.session)
+            moves = self._moves()
             asked = asyncio.ensure_future(burst(round(_OVERLOAD * places)))
             try:
                 await self._slowed(self.deployment.decode, self.setting.overloaded)
                 await asked
             finally:
                 asked.cancel()
-            more = (await prompt_tokens(urls, self.session)).prompts_since(before)
+            after = await prompt_tokens(urls, self.session)
+            await asyncio.sleep(2 * SCRAPE_SECONDS)  # until the proxy's counters are read
+        of_moves = 2 * self.deployment.engine.block_size * (self._moves() - moves)
+        more = after.prompts_since(before, of_moves)
         self.ledger.counts["prompts_computed_twice_in_overloads"] += more
+
+    def _moves(self) -> int:
+        """Return how many moves have reached an engine, however they ended."""
+        return sum(self.ledger.counts[name] for name in _MOVES)
 
     async def _slowed(self, instances: Sequence[Instance], spell: tuple[float, float]) -> None:
         """Slow engines down for a while, each from a thread of its own."""

@@ -241,7 +241,7 @@ class ServiceWatch:
         )
 
 
-_SCRAPE_SECONDS = 1.0
+SCRAPE_SECONDS = 1.0
 _TWICE = "headway_proxy_prompts_computed_twice"
 _PROMPT_TOKENS = (
     "vllm:prompt_tokens_by_source_total",
@@ -270,7 +270,7 @@ class ProxyCounters:
     async def watch(self, url: str, session: aiohttp.ClientSession) -> None:
         while True:
             await self.read(url, session)
-            await asyncio.sleep(_SCRAPE_SECONDS)
+            await asyncio.sleep(SCRAPE_SECONDS)
 
     async def read(self, url: str, session: aiohttp.ClientSession) -> None:
         """Read once; nothing if the proxy does not answer."""
@@ -323,11 +323,15 @@ class PromptTokens:
     requests: float = 0.0
     tokens: float = 0.0
 
-    def prompts_since(self, before: "PromptTokens") -> int:
-        """Return how many prompts of mean length have been computed since an earlier moment."""
+    def prompts_since(self, before: "PromptTokens", of_moves: int = 0) -> int:
+        """Return how many prompts of mean length have been computed since an earlier moment.
+
+        Not counted are so many tokens as ``of_moves``, which engines may have computed for those.
+        """
         requests = self.requests - before.requests
         mean = (self.tokens - before.tokens) / requests if requests else 0.0
-        return round((self.computed - before.computed) / mean) if mean else 0
+        computed = max(0.0, self.computed - before.computed - of_moves)
+        return round(computed / mean) if mean else 0
 
 
 async def prompt_tokens(urls: Iterable[str], session: aiohttp.ClientSession) -> PromptTokens:

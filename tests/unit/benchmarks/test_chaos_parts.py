@@ -220,6 +220,8 @@ def test_prompts_that_decode_engines_compute_are_counted_by_their_tokens() -> No
     after = read_prompt_tokens(engine_metrics(160, 70) + engine_metrics(10, 5))
     assert before == PromptTokens(30, 10, 200)
     assert after.prompts_since(before) == 7
+    assert after.prompts_since(before, of_moves=64) == 4
+    assert after.prompts_since(before, of_moves=640) == 0
     assert after.prompts_since(after) == 0
 
 
