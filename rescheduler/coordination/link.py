@@ -115,6 +115,7 @@ class _Followed:
         moving: the hop of an order to move it that is carried out; None if none is.
         tokens: that it had as it was last reported; None before.
         can_move: whether it could then.
+        expected: tokens that it was then expected to generate.
     """
 
     handle: int
@@ -122,6 +123,7 @@ class _Followed:
     moving: int | None = None
     tokens: int | None = None
     can_move: bool = False
+    expected: int | None = None
 
 
 class Link:
@@ -330,7 +332,7 @@ class Link:
         whole = self._whole and beat  # however often it is asked for
         if beat:
             self._whole = False
-            self._note_movable()
+            self._note_other()
         changed = list(self._requests if whole else self._changed)[:MOST_REQUESTS]
         ended, self._ended = self._ended[:MOST_REQUESTS], self._ended[MOST_REQUESTS:]
         moves, self._moves = self._moves[:MOST_REQUESTS], self._moves[MOST_REQUESTS:]
@@ -359,14 +361,15 @@ class Link:
         self._failures.clear()
         return report
 
-    def _note_movable(self) -> None:
-        """Note requests that can move, or cannot, since they were reported.
+    def _note_other(self) -> None:
+        """Note requests that can move, or cannot, since they were reported, or are forecast anew.
 
-        That also changes without their state: when clients read slowly, or answers turn out to be
-        such that no other instance can go on with them.
+        That also changes without their state: when clients read slowly, answers turn out to be such
+        that no other instance can go on with them, or another request of their prompt has ended.
         """
         for request, followed in self._requests.items():
-            if followed.can_move != (request.can_move and followed.moving is None):
+            can_move = request.can_move and followed.moving is None
+            if followed.can_move != can_move or followed.expected != request.expected_tokens:
                 self._changed[request] = None
 
     def _grown(self) -> tuple[list[int], list[int]]:
@@ -396,6 +399,7 @@ class Link:
         ask, moving = followed.ask, followed.moving is not None
         unreachable = {one for one in self._instances if not one.breaker.closed}
         followed.can_move = request.can_move and not moving
+        followed.expected = request.expected_tokens
         return Record(
             handle=followed.handle,
             id=request.id,

@@ -105,6 +105,7 @@ class Mirror(Placeable):
         self.count(record)
         self.hop = record.hop
         self.generated_at_move = record.generated_at_move
+        self.expected_tokens = record.expected_tokens
         self.generating, self.on_its_way = record.generating, record.on_its_way
         self.moving, self._can_move = record.moving, record.can_move
         self._prefill_booked = False

@@ -5,8 +5,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,6 +29,8 @@ _MOST_BYTES, _MOST_MESSAGES = 1 << 20, 4_096
 _MOST_TEMPLATE_BYTES = 256 << 10  # of each field
 _MOST_NAMES = 4_096
 _SAVED_SECONDS = 300.0
+_MOST_SIBLINGS = 256
+"""Requests of one prompt that are told at once when another one of these has ended."""
 
 
 class _Message(msgspec.Struct):
@@ -91,8 +95,33 @@ def _kept_in(file: str) -> Path:
     return path
 
 
+class _Siblings(NamedTuple):
+    """Requests of one client with the same prompt that have not ended, and what they were told."""
+
+    model: int
+    client: int
+    chain: KeyArray
+    told: dict[LiveRequest, int | None]
+
+
+def _prompt_key(recalled: Recalled) -> int:
+    """Return the last key of a request's chain, which is of its whole prompt and its client."""
+    return int(recalled.trail[-2])
+
+
+def _expected(request: LiveRequest, recalled: Recalled) -> int | None:
+    """Return the tokens that an answer is expected to have; None if its client is new."""
+    if recalled.requests == 0:
+        return None
+    tokens = round(recalled.length.expected(request.max_tokens or inf))
+    return max(1, tokens, request.fewest_tokens)
+
+
 class PastForecasts:
     """Learns from the requests of a proxy that end by themselves, and forecasts those that arrive.
+
+    Of several requests with one prompt, such as retries or a group of rollouts, the others are
+    forecast anew whenever one has ended.
 
     Args:
         options: how much is kept, and where.
@@ -113,6 +142,7 @@ class PastForecasts:
             except (OSError, PastError) as error:
                 logger.warning("proxy.past: begins anew: %s", error)
         self._running: dict[LiveRequest, Recalled] = {}
+        self._siblings: dict[int, _Siblings] = {}
         self._key = lru_cache(_MOST_NAMES)(self._digest)
         self._failed = False
         self._compile()
@@ -125,23 +155,41 @@ class PastForecasts:
         client = request.client
         if client.direct == "path":  # not all of these generate anything
             return None
-        recalled = self.memory.recall(
-            self._key("model", request.model),
-            self._key("client", request.account.name),
-            prefix_keys(client.body, self.memory.salt, client.path == CHAT),
-        )
+        model, owner = self._key("model", request.model), self._key("client", request.account.name)
+        chain = prefix_keys(client.body, self.memory.salt, client.path == CHAT)
+        recalled = self.memory.recall(model, owner, chain)
+        prompt = _prompt_key(recalled)
+        siblings = self._siblings.setdefault(prompt, _Siblings(model, owner, chain, {}))
         self._running[request] = recalled
-        if recalled.requests == 0:
-            return None
-        tokens = round(recalled.length.expected(request.max_tokens or inf))
-        return max(1, tokens, request.fewest_tokens)
+        tokens = siblings.told[request] = _expected(request, recalled)
+        return tokens
 
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Learn the length of a request that has ended by itself, or by its ``max_tokens``."""
         recalled = self._running.pop(request, None)
+        if recalled is None:
+            return
+        prompt = _prompt_key(recalled)
+        siblings = self._siblings[prompt]
+        del siblings.told[request]
+        if not siblings.told:
+            del self._siblings[prompt]
         tokens = request.generated_tokens
-        if recalled is not None and by_itself and tokens and not request.several:
+        if by_itself and tokens and not request.several:
             self.memory.learn(recalled, tokens, request.was_cut)
+            if siblings.told:
+                self._tell(siblings)
+
+    def _tell(self, siblings: _Siblings) -> None:
+        """Forecast requests anew whose prompt has just been answered once more.
+
+        Those of which a prompt predictor said something else keep that.
+        """
+        recalled = self.memory.recall(*siblings[:3])
+        for request, told in [*islice(siblings.told.items(), _MOST_SIBLINGS)]:
+            if request.expected_tokens == told:
+                request.expected_tokens = siblings.told[request] = _expected(request, recalled)
+                self._running[request] = recalled
 
     async def run(self) -> None:
         """Keep what is known in the file every five minutes, forever."""

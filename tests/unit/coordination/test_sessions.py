@@ -351,6 +351,25 @@ async def test_everything_is_reported_a_few_times_a_second_however_often_it_is_a
     assert again.whole
 
 
+async def test_what_is_forecast_anew_is_reported_with_the_next_beat() -> None:
+    conversation, request = link(), None
+    for name in ("a", "b"):
+        request = arrived(conversation, name)
+        conversation.changed(request)
+    conversation.report(beat=True)
+    assert request is not None
+    request.expected_tokens = 40
+    assert [one.expected_tokens for one in said(conversation, beat=True).records] == [40]
+    assert not said(conversation, beat=True).records
+
+
+async def test_a_proxy_may_forecast_a_request_anew() -> None:
+    session = Coordinator().session(1)
+    for number, expected in enumerate((None, 40, 8), start=1):
+        await session.receive(report(number, replace(RECORD, expected_tokens=expected)))
+        assert session.mirrors[1].expected_tokens == expected
+
+
 async def test_more_than_a_report_holds_goes_into_the_next() -> None:
     conversation = link()
     for i in range(MOST_REQUESTS + 10):

@@ -20,6 +20,7 @@ from rescheduler.openai.openai_request import CHAT, COMPLETIONS
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
+from rescheduler.proxy import past_forecasts
 from rescheduler.proxy.past_forecasts import PastForecasts, prefix_keys
 
 SALT = bytes(32)
@@ -126,17 +127,28 @@ async def test_what_is_kept_every_five_minutes_is_whole_and_copied_in_many_turns
 # Requests
 
 
-def live(forecasts: PastForecasts, tokens: int, client: str, **fields: Any) -> int | None:
-    """Serve a request with so many tokens; return what was expected of it."""
+def begun(forecasts: PastForecasts, client: str, **fields: Any) -> LiveRequest:
+    """Return a request that has arrived, and is forecast."""
     raw = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 2000, **fields}).encode()
     placements = Placements[LiveRequest]()
     asked = read_request(COMPLETIONS, raw)
     request = LiveRequest("id", "name", asked, {}, 0.0, None, placements)
     request.account.name = client
-    expected = forecasts.expected(request)
+    request.expected_tokens = forecasts.expected(request)
+    return request
+
+
+def live(forecasts: PastForecasts, tokens: int, client: str, **fields: Any) -> int | None:
+    """Serve a request with so many tokens; return what was expected of it."""
+    request = begun(forecasts, client, **fields)
+    expected = request.expected_tokens
+    end(forecasts, request, tokens)
+    return expected
+
+
+def end(forecasts: PastForecasts, request: LiveRequest, tokens: int) -> None:
     request.reported(5, tokens)
     forecasts.ended(request, tokens > 0)
-    return expected
 
 
 def test_a_client_is_expected_to_go_on_as_before() -> None:
@@ -160,6 +172,50 @@ def test_what_did_not_end_by_itself_teaches_nothing() -> None:
     live(forecasts, 900, "a", n=3)
     assert forecasts.memory.known == 0
     assert live(forecasts, 3, "a") is None
+
+
+def test_requests_with_one_prompt_are_forecast_anew_as_each_ends() -> None:
+    forecasts = PastForecasts(PastOptions())
+    first, *others = (begun(forecasts, "a") for _ in range(6))
+    other_prompt, other_client = begun(forecasts, "a", prompt="?"), begun(forecasts, "b")
+    capped = begun(forecasts, "a", max_tokens=50)
+    assert {one.expected_tokens for one in (first, *others, other_prompt, capped)} == {None}
+    end(forecasts, first, 1500)
+    told = {one.expected_tokens for one in others}
+    assert len(told) == 1
+    assert 500 < (told.pop() or 0) <= 1500
+    assert (capped.expected_tokens or 0) in range(40, 51)
+    assert other_prompt.expected_tokens is other_client.expected_tokens is None
+    third, *others = others
+    before = others[0].expected_tokens or 0
+    end(forecasts, third, 4)
+    assert all((one.expected_tokens or 0) < before for one in others)
+
+
+def test_what_a_predictor_said_of_a_sibling_stays() -> None:
+    forecasts = PastForecasts(PastOptions())
+    first, other = (begun(forecasts, "a") for _ in range(2))
+    other.expected_tokens = 77
+    end(forecasts, first, 1500)
+    assert other.expected_tokens == 77
+
+
+def test_siblings_that_were_cut_tell_the_others_nothing_and_leave_nothing() -> None:
+    forecasts = PastForecasts(PastOptions())
+    several = [begun(forecasts, "a") for _ in range(3)]
+    for request in several:
+        end(forecasts, request, 0)
+    assert {one.expected_tokens for one in several} == {None}
+    assert not forecasts._siblings
+    assert not forecasts._running
+
+
+def test_of_many_siblings_so_many_are_forecast_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past_forecasts, "_MOST_SIBLINGS", 3)
+    forecasts = PastForecasts(PastOptions())
+    first, *others = (begun(forecasts, "a") for _ in range(8))
+    end(forecasts, first, 9)
+    assert sum(one.expected_tokens is not None for one in others) == 3
 
 
 def test_a_broken_file_does_not_keep_a_proxy_from_starting(
