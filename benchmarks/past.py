@@ -7,7 +7,8 @@ ServeGen's clients (``servegen_deepseek_r1*.csv.gz``). A figure whose trace is n
 
 *Rank correlations* are of forecasts with lengths, by Spearman: learnt as the next request arrives,
 and learnt only when as many later ones have arrived as a queue holds. *known* are the requests that
-share more than the first block with an earlier one.
+share more than the first block with an earlier one. *siblings*: the shipped transcripts' answers to
+one prompt, one after the other, once so many others have ended.
 
 *Gains*: one instance with as many places as serve so much of the trace's tokens in its time, a step
 of 30 ms, no limit of memory, arrivals spread over the 3 s that the trace rounds them to, and a
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.support.report import arguments, report
+from data_collection.workload.prompts import load_transcripts
 from predictor.past.length_memory import LengthMemory, Recalled
 from rescheduler.ordering import ServiceOrder, create_order
 from rescheduler.routing import create_policy
@@ -51,6 +54,9 @@ ROUNDED_SECONDS = 3.0
 SERVEGEN_REQUESTS = 60_000
 QUEUED = 200
 MILLION = 1 << 20
+TRANSCRIPTS = Path(__file__).parents[1] / "transcripts" / "smollm2-135m-instruct"
+MOST_ENDED = 2
+"""Fewer than 300 prompts have more answers than three."""
 
 
 class Foreseen(NamedTuple):
@@ -84,6 +90,7 @@ def main() -> None:
     figures |= correlations("mooncake", mooncake)
     figures |= correlations("mooncake_synthetic", synthetic)
     figures |= correlations("servegen_r1", servegen)
+    figures |= siblings()
     figures |= gains(mooncake, seeds)
     figures["microseconds_per_request"] = figures["microseconds_per_request_mooncake"]
     figures |= memory(1 << 14 if options.quick else MILLION)
@@ -161,6 +168,29 @@ def correlations(name: str, trace: TraceBlock | None) -> dict[str, float]:
         found[f"rank_correlation_{name}_known"] = at_once.known
         found[f"rank_correlation_{name}_known_{QUEUED}_later"] = late.known
         found[f"share_known_{name}"] = at_once.share
+    return found
+
+
+def siblings() -> dict[str, float]:
+    """Return the rank correlations for answers whose prompt has had so many answers already."""
+    answers: dict[bytes, list[int]] = {}
+    for path in sorted(TRANSCRIPTS.glob("*.parquet")):
+        for one in load_transcripts(path).transcripts:
+            prompt = np.array(one.prompt, dtype=np.int64).tobytes()
+            answers.setdefault(blake2b(prompt, digest_size=8).digest(), []).append(len(one.answer))
+    several = [(prompt, lengths) for prompt, lengths in answers.items() if len(lengths) > 1]
+    memory, generator = LengthMemory(salt=bytes(32)), np.random.default_rng(0)
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for i in generator.permutation(len(several)).tolist():
+        prompt, lengths = several[i]
+        for ended, length in enumerate(generator.permutation(lengths).tolist()):
+            recalled = memory.recall(1, 1, np.frombuffer(prompt, dtype=np.uint64))
+            rows.setdefault(ended, []).append((recalled.length.mean, math.log(length)))
+            memory.learn(recalled, length)
+    found = {}
+    for ended in range(MOST_ENDED + 1):
+        found[f"rank_correlation_siblings_{ended}_ended"] = correlation(*np.array(rows[ended]).T)
+        found[f"requests_siblings_{ended}_ended"] = float(len(rows[ended]))
     return found
 
 
