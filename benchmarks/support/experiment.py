@@ -283,10 +283,9 @@ def checks_of(runs: Arms) -> dict[str, float]:
     every = [one for rounds in runs.values() for one in rounds.values()]
     if not every:
         return {}
-    return excess_of(runs) | {
-        "answers_changed": float(sum(one["changed"] for one in every)),
-        "requests_failed": float(sum(one["failed"] for one in every)),
-    }
+    compared = [one["changed"] for one in every if "changed" in one]
+    changed = {"answers_changed": float(sum(compared))} if compared else {}
+    return excess_of(runs) | changed | {"requests_failed": sum(one["failed"] for one in every)}
 
 
 def emulated_replicas(

@@ -14,8 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.support.deployments import POLL_SECONDS, StalledError, proxy, until_idle
+from benchmarks.support.experiment import check_schedulers
 from data_collection.workload.prompts import load_prompts
-from rescheduler.demo.load import LoadRequest, StreamedAnswer, chat_body, preemptions, serve_answers
+from rescheduler.demo.load import (
+    LoadRequest,
+    StreamedAnswer,
+    chat_body,
+    moves,
+    preemptions,
+    serve_answers,
+)
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.launch_process import ServerProcess
 
@@ -101,11 +109,14 @@ async def run_load(
         serving = serve_answers(deployment.proxy_url, answers, asked)
         await completed(serving, answers, patience, server)
         seconds = time.monotonic() - started
+        moved = await asyncio.to_thread(moves, deployment)
+        await asyncio.to_thread(check_schedulers, deployment)
     await until_idle(deployment, patience)
     result = {
         "seconds": seconds,
         "failed": float(sum(bool(one.error) for one in answers)),
         "preemptions": await asyncio.to_thread(preemptions, deployment) - before,
+        "moves": moved,
         "requests": [_as_json(one, started) for one in answers],
     }
     return result, answers
