@@ -49,15 +49,22 @@ class Account:
 
     def served(self, group: Group) -> float:
         """Return its virtual service so far, with what requests that run are expected to take."""
+        return self.settled.get(group, 0.0) + self._running(group)
+
+    def lift(self, group: Group, virtual_time: float) -> None:
+        """Begin again after a pause: what it did not use meanwhile is nobody's debt.
+
+        What runs is part of what it has had: otherwise it would be ahead by that after each pause.
+        """
+        settled = self.settled.get(group, 0.0)
+        self.settled[group] = max(settled, virtual_time - self._running(group))
+
+    def _running(self, group: Group) -> float:
         if len(self.settled) == 1 and group in self.settled:  # as of nearly all
             running = sum(self.charges.values())
         else:
             running = sum(one for request, one in self.charges.items() if request.group == group)
-        return self.settled.get(group, 0.0) + running / self.weight
-
-    def lift(self, group: Group, virtual_time: float) -> None:
-        """Begin again after a pause: what it did not use meanwhile is nobody's debt."""
-        self.settled[group] = max(self.settled.get(group, 0.0), virtual_time)
+        return running / self.weight
 
     def settle(self, request: Any, service: float) -> None:
         """Charge a request that has ended with what it took."""

@@ -15,6 +15,8 @@ from rescheduler.placement.placeable import Placeable, R
 
 _MOST_ACCOUNTS = 1024
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
+_LEAST_COST = 0.25
+"""Of a place, as a share of a mean request."""
 _OTHERS = "others"
 _CHARGE_SECONDS = 0.1
 _BREAKS = 1.0
@@ -165,8 +167,7 @@ class Accounts:
         behind = before - min(one.account.served(group) for one in first)
         if behind > 0.0:
             for request in rivals:
-                settled = request.account.settled.get(group, 0.0)
-                request.account.lift(group, settled + behind)
+                request.account.lift(group, request.account.served(group) + behind)
 
     def placed(self, request: Placeable, for_prefill: bool = False) -> None:
         """Charge a request that gets a place, with what it is expected to take."""
@@ -176,8 +177,11 @@ class Accounts:
             group = request.group = self.group_of(request.model)
             settled = request.account.settled.setdefault(group, 0.0)
             self.virtual_times[group] = max(self.virtual_times.get(group, 0.0), settled)
-        left = max(corrected(request, request.foreseen_tokens) - request.generated_tokens, 0.0)
-        charges[request] = self.service(request, left * request.answers)
+        length = request.foreseen_tokens * request.account.correction
+        if request.max_tokens is not None:
+            length = min(length, float(request.max_tokens))
+        left = max(length - request.generated_tokens, 0.0)
+        charges[request] = self.cost(request, left * request.answers)
 
     def ahead(self, account: Account, group: Group) -> float:
         """Return how far an account is ahead of the virtual time of a group of instances."""
@@ -194,20 +198,23 @@ class Accounts:
         account, charged = request.account, request.account.charges.get(request)
         account.unfinished -= 1
         generated = request.generated_tokens
-        if request.foreseen_tokens and generated and not request.several:
+        if request.several:
+            counted = request.counted or 0.0
+            generated = round((counted - request.prompt_tokens) / OUTPUT_WEIGHT / request.answers)
+        if request.foreseen_tokens and generated > 0:
             account.learn(request.foreseen_tokens, generated, by_itself and not request.was_cut)
         if charged is None:
             return
-        service = self.service(request)
+        service = self.cost(request)
         if request.counted is not None:
-            service = request.counted
-        elif request.had_decode_place and (request.several or not generated):
+            service = max(request.counted, self._least_cost)
+        elif request.had_decode_place and (request.several or not request.generated_tokens):
             service = max(service, charged)
         if request.refused:
             prompt_known = request.prompt_is_known
             service = max(self.service(request) if prompt_known else 0.0, self.mean_service)
         account.settle(request, service)
-        if generated and not request.several:
+        if request.generated_tokens and not request.several:
             mean = service if account.mean_service is None else account.mean_service
             account.mean_service = mean + _LEARNS * (service - mean)
             means = [one.mean_service for one in self._accounts.values()]
@@ -235,6 +242,18 @@ class Accounts:
             most = self.mean_service * request.answers
             prompt -= max(request.media_tokens - most, 0.0)
         return prompt + OUTPUT_WEIGHT * (request.generated_tokens + more_tokens)
+
+    def cost(self, request: Placeable, more_tokens: float = 0.0) -> float:
+        """Return what a request is charged for that: as a quarter of a mean request at least.
+
+        A place costs more than its tokens: it is prefilled, and passed on. Otherwise requests of
+        one token would be free, and whoever sends enough of them would have all places.
+        """
+        return max(self.service(request, more_tokens), self._least_cost)
+
+    @property
+    def _least_cost(self) -> float:
+        return _LEAST_COST * self.mean_service
 
     def may_wait(self, account: Account, pool: int) -> bool:
         """Return whether one more request of an account may wait where a pool is full.

@@ -183,12 +183,13 @@ class WaitingLine(Generic[R]):
         accounts.charge_outgrown()
         n, n_accounts = len(requests), min(len(index), _MOST_IN_LINE)
         served, here = np.full(n_accounts, np.inf), dict[tuple[Account, Group], float]()
-        for one in requests:  # those that are prefilled are charged, and have not been served
-            charge = one.account.charges.get(one, 0.0) / one.account.weight
+        had = [accounts.service(one) if one.generated_tokens else 0.0 for one in requests]
+        for one, before in zip(requests, had, strict=True):  # what they are charged for is to come
+            charge = max(one.account.charges.get(one, 0.0) - before, 0.0) / one.account.weight
             here[one.account, one.group] = here.get((one.account, one.group), 0.0) + charge
         for (account, group, _), a in index.items():
             served[a] = min(served[a], accounts.ahead(account, group) - here[account, group])
-        service = np.fromiter(map(accounts.service, requests, left), np.float64, n)
+        service = np.fromiter(map(accounts.cost, requests, left), np.float64, n) - np.array(had)
         weight = np.fromiter((one.account.weight for one in requests), np.float64, n)
         interleave(
             order,

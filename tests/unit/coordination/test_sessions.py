@@ -123,7 +123,7 @@ async def test_a_proxy_cannot_fill_the_table_of_accounts() -> None:
 RUNS = replace(RECORD, instance=0, destination=0, hop=0, generating=True)
 
 
-@pytest.mark.parametrize(("decodes", "paid"), [(False, 30), (True, 30 + 2 * 1000)])
+@pytest.mark.parametrize(("decodes", "paid"), [(False, 400), (True, 400 + 2 * 1000)])
 async def test_who_gives_up_before_a_place_to_decode_pays_for_its_prompt(
     decodes: bool, paid: float
 ) -> None:
@@ -131,13 +131,13 @@ async def test_who_gives_up_before_a_place_to_decode_pays_for_its_prompt(
     session, others = it.session(1), it.session(2)
     if not decodes:
         await others.receive(report(1, RUNS))
-    asks = replace(RECORD, account="a", prompt_tokens=30, prompt_is_known=True, max_tokens=1000)
+    asks = replace(RECORD, account="a", prompt_tokens=400, prompt_is_known=True, max_tokens=1000)
     await session.receive(report(1, replace(asks, ticket=1, for_prefill=True)))
     mirror = session.mirrors[1]
     mirror.foreseen_tokens = 1000.0
     for number in (2, 3):
         await asyncio.sleep(0.01)
-        assert sum(mirror.account.charges.values()) == 30 + 2 * 1000
+        assert sum(mirror.account.charges.values()) == 400 + 2 * 1000
         await session.receive(report(number, replace(asks, ticket=2)))
     assert (mirror.instance is it.shared.cluster.all[0]) == decodes
     await session.receive(report(4))

@@ -143,14 +143,54 @@ class TestService:
     def test_what_runs_is_charged_as_foreseen_and_what_has_ended_as_it_was(
         self, table: Accounts
     ) -> None:
-        request = asked(table.named("a"))
+        request = asked(table.named("a"), foreseen=60.0)
+        request.max_tokens = 100
         begun(table, request)
-        assert request.account.served(None) == 30 + 2 * 10
+        assert request.account.served(None) == 30 + 2 * 60
         request._generated = 100
         table.charge_outgrown()
         assert request.account.served(None) == 30 + 2 * 100, "it outlives its forecast"
         table.ended(request, by_itself=True)
         assert request.account.served(None) == 230
+
+    @pytest.mark.parametrize("generated", [0, 500, 1_500, 2_000, 2_999])
+    def test_what_goes_on_elsewhere_is_charged_as_a_whole(
+        self, table: Accounts, generated: int
+    ) -> None:
+        request = asked(table.named("a"), foreseen=3_000.0)
+        request.max_tokens, request._generated = 3_000, generated
+        begun(table, request)
+        assert request.account.served(None) == 30 + 2 * 3_000
+
+    def test_a_request_of_one_token_costs_a_place(self, table: Accounts) -> None:
+        """Otherwise whoever sends many has all places, and pays next to nothing."""
+        request = asked(table.named("a"), foreseen=1.0)
+        request.prompt_tokens = 1
+        begun(table, request)
+        assert request.account.served(None) == table.mean_service / 4
+        request._generated = 1
+        table.ended(request, by_itself=True)
+        assert request.account.served(None) == table.mean_service / 4
+
+    def test_what_runs_counts_as_an_account_begins_to_wait_anew(self, table: Accounts) -> None:
+        """Otherwise it is ahead by that after each pause, and has less than its share."""
+        table.virtual_times[None] = 1_000.0
+        runs = asked(table.named("a"), foreseen=400.0)
+        runs.max_tokens = 400
+        begun(table, runs)
+        with table.waits(asked(runs.account)):
+            assert table.ahead(runs.account, None) == 0.0
+
+    def test_what_several_answers_were_wrong_by_is_learnt(self, table: Accounts) -> None:
+        """Of what their engine counts: otherwise they are taken for short ones for ever."""
+        account = table.named("a")
+        for _ in range(40):
+            request = asked(account, foreseen=20.0)
+            request.several, request.answers, request.max_tokens = True, 2, 4_000
+            begun(table, request)
+            request.was_counted(30, 2 * 2_000)
+            table.ended(request, by_itself=True)
+        assert 20 < account.correction <= 64
 
     @pytest.mark.parametrize(
         ("prompt", "known", "charged"),
@@ -203,11 +243,12 @@ class TestService:
     ) -> None:
         request = asked(table.named("a"), foreseen=1000.0)
         request.several, request.max_tokens = several, 4000
+        request.prompt_tokens = prompt = 400
         table.began(request)
         table.placed(request, for_prefill=True)
-        assert request.account.served(None) == 30 + 2 * 1000, "it is expected to be answered"
+        assert request.account.served(None) == prompt + 2 * 1000, "it is expected to be answered"
         table.ended(request, by_itself=False)
-        assert request.account.served(None) == 30
+        assert request.account.served(None) == prompt
 
     def test_a_picture_is_no_million_tokens(self, table: Accounts) -> None:
         request = asked(table.named("a"))

@@ -134,6 +134,7 @@ class World:
             pool=pool,
         )  # fmt: skip
         self.slots: Counter[str] = Counter()
+        self.until = UNTIL
 
     def asked(self, client: str, model: str, tokens: int, prompt: int = 10) -> Any:
         return Asked(
@@ -157,10 +158,11 @@ class World:
         await self.dispatcher.place(request)
         request.generating = True
         for done in range(0, tokens, 10):
-            await asyncio.sleep(10 * TOKEN_SECONDS)
-            request.has(done + 10)
-            if WARM < self.loop.time() <= UNTIL:
-                self.slots[client] += 10
+            more = min(10, tokens - done)
+            await asyncio.sleep(more * TOKEN_SECONDS)
+            request.has(done + more)
+            if WARM < self.loop.time() <= self.until:
+                self.slots[client] += more
         self.places.put(request, None)
         self.dispatcher.left(request, True)
         self.dispatcher.wake()
@@ -169,7 +171,7 @@ class World:
         self, client: str, model: str, tokens: int, begins: float, prompt: int = 10
     ) -> None:
         await asyncio.sleep(begins)
-        while self.loop.time() < UNTIL:
+        while self.loop.time() < self.until:
             await self.ask(client, model, tokens, prompt)
 
 
@@ -190,19 +192,21 @@ def slots_of(
     clients: Iterable[tuple[str, str, int, float, int]],
     instances: Iterable[str],
     ahead: int,
+    until: float = UNTIL,
     **options: Any,
 ) -> dict[str, float]:
     """Return the same of clients that each keep one request: its model, tokens, begin, prompt."""
 
     async def serve() -> dict[str, float]:
         world = World(loop, instances, ahead, **options)
+        world.until = until
         tasks = [asyncio.create_task(world.keep(*client)) for client in clients]
-        while loop.time() < UNTIL:
+        while loop.time() < until:
             await asyncio.sleep(1.0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return {name: n * TOKEN_SECONDS / (UNTIL - WARM) for name, n in world.slots.items()}
+        return {name: n * TOKEN_SECONDS / (until - WARM) for name, n in world.slots.items()}
 
     loop = VirtualLoop()
     try:
@@ -333,6 +337,25 @@ def test_who_has_had_most_goes_last_however_many_clients_wait(virtual_loop: Virt
     assert [one.account.name for one in ordered[-3:]] == ["greedy"] * 3
 
 
+@pytest.mark.parametrize("tokens", [20, 200])
+@pytest.mark.parametrize("number", [4, 8])
+def test_a_few_long_requests_have_their_share_beside_a_flood(number: int, tokens: int) -> None:
+    """Each time none of theirs waits they begin anew, with what runs: not ahead by it."""
+    crowd = [("h", "m", 2_000, 0.5 + 2.7 * i, 10) for i in range(number)]
+    crowd += [("a", "m", tokens, 0.003 * i, 10) for i in range(64)]
+    found = slots_of(crowd, ["m", "m"], 32, slots=[8, 8], until=400.0)
+    assert found["h"] > 0.93 * number
+
+
+@pytest.mark.parametrize("prefill_seconds", [0.01, 0.03])
+def test_requests_of_one_token_do_not_have_all_places(prefill_seconds: float) -> None:
+    """A hundred a second keep the prefill instance: 16.0 slots of 16 alone, 0.5 and 0.0 before."""
+    crowd = [("h", "m", 60, 0.003 * i, 500) for i in range(48)]
+    crowd += [("x", "m", 1, 1 + 0.001 * i, 1) for i in range(200)]
+    found = slots_of(crowd, ["m", "m"], 32, slots=[8, 8], prefill_seconds=prefill_seconds)
+    assert found["h"] > 11.0
+
+
 @pytest.mark.parametrize("prompt", [500, 4_000])
 def test_a_prompt_that_fits_elsewhere_waits_for_no_full_prefill_instance(prompt: int) -> None:
     """The instance that has least to prefill has no room, since what it keeps is not fetched."""
@@ -375,3 +398,18 @@ def test_what_waits_while_instances_get_models_in_common_competes_with_what_come
             late.account.settled["after"] = 1_000.0
             ordered, _ = world.line.in_order([late, early])
     assert ordered == [early, late]
+
+
+def test_what_a_request_had_before_it_waits_again_is_no_loan(virtual_loop: VirtualLoop) -> None:
+    """Else whoever's long requests give way has nothing had, as long as these wait."""
+    world = World(virtual_loop, ["m"], 32)
+    gave_way, short, other = (world.asked(name, "m", 60) for name in ("a", "a", "b"))
+    gave_way.foreseen_tokens, gave_way.max_tokens = 12_000.0, 12_000
+    world.accounts.placed(gave_way)
+    gave_way.has(2_000)
+    group = world.accounts.group_of("m")
+    for request in (gave_way, short, other):
+        request.group = group
+    other.account.settled[group] = 2_000.0
+    ordered, _ = world.line.in_order([gave_way, short, other])
+    assert ordered[0] is other
