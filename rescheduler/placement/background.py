@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Generic
 
@@ -24,15 +23,15 @@ logger = logging.getLogger("headway.serve")
 
 _APART_SECONDS, _LOOK_SECONDS = 0.02, 0.1
 """Between two looks for room at least, and after which there may be more though nothing ended."""
-_LOOKED_AT = 64
-"""Accounts whose first request is looked at in one look."""
+_LOOKED_AT, _MOST_AT_ONCE = 64, 16
+"""Accounts whose first request is looked at in one look, and those that get a place in one."""
 
 
 class Background(Generic[R]):
     """Gives background requests the places that all others leave.
 
-    They are looked at when no other request waits, one at a time, in their own order, and as long
-    as there is room. Where another request waits nevertheless, one that runs gives way.
+    They are looked at one at a time, in their own order, and as long as there is room, on the
+    instances for which no other request waits. Where one waits, one that runs there gives way.
 
     Args:
         pool: those of background that wait.
@@ -75,6 +74,7 @@ class Background(Generic[R]):
         self._looked = -inf
         self._latest: dict[InstanceState, tuple[R, float]] = {}  # until it has begun
         self._rests_until: dict[InstanceState, float] = {}
+        self._wanted: set[InstanceState] = set()
         self._failed = False
 
     def began(self, request: R, instance: InstanceState) -> None:
@@ -107,7 +107,7 @@ class Background(Generic[R]):
         self._due = when
         self._look = asyncio.get_running_loop().call_at(when, self._give_places)
 
-    def give_way(self, instances: Sequence[InstanceState]) -> None:
+    def give_way(self, instances: Iterable[InstanceState]) -> None:
         """Have one that runs on any of these instances leave it, unless one is about to.
 
         That which holds most: so the fewest have to.
@@ -133,13 +133,34 @@ class Background(Generic[R]):
         self.wake(_LOOK_SECONDS)
 
     def _give(self, takes: Callable[[R], bool], places: Mapping[R, asyncio.Future[Any]]) -> None:
-        """Give the first that fits a place, as long as there is one and no other request waits."""
-        while not self._others.waiting:
-            firsts = self._firsts(places)
+        """Give the first that fits a place, as long as there is one."""
+        waiting = still_waiting(places)
+        if not waiting:
+            return
+        wanted = self._wanted = self._wanted_by_others()
+        alike = {one.model: one for one in waiting}.values()
+        if wanted and all(one in wanted for request in alike for one in self._usable_for(request)):
+            return
+        waiting = self._pool.in_order(waiting, self._clock(), self._longest)[0]
+        for _ in range(_MOST_AT_ONCE):
+            firsts = _firsts(waiting)
             taken = next((i for i, request in enumerate(firsts) if takes(request)), None)
             if taken is None:
                 return
             self._pool.accounts.passed_over(firsts[:taken])
+            waiting.remove(firsts[taken])
+        self.wake()
+
+    def _wanted_by_others(self) -> set[InstanceState]:
+        """Return the instances that requests may go to which wait and are served before."""
+        wanted = set[InstanceState]()
+        prefill, decode = self._others.for_prefill, self._others.for_decode
+        for request in {one.model: one for one in still_waiting(prefill)}.values():
+            wanted.update(one for one in self._prefills if one.serves(request.model))
+            wanted.update(self._usable_for(request))
+        for request in {one.model: one for one in still_waiting(decode)}.values():
+            wanted.update(self._usable_for(request))
+        return wanted
 
     def _decode(self, request: R) -> bool:
         """Give a request a decode instance; return whether it waits no more."""
@@ -160,7 +181,8 @@ class Background(Generic[R]):
         if not available:
             places.pop(request).set_result(None)
             return True
-        idle = [one for one in available if not self._placements.on(one) and not self._rests(one)]
+        free = [one for one in available if one not in self._wanted and not self._rests(one)]
+        idle = [one for one in free if not self._placements.on(one)]
         # What has been prefilled occupies its prefill instance until it is placed.
         with taken_out(request, places):
             if idle and not self._pool.for_decode and self._with_leftover(request):
@@ -175,7 +197,9 @@ class Background(Generic[R]):
         begun = [
             one
             for one in self._usable_for(request)
-            if not self._rests(one) and all(other.generating for other in self._placements.on(one))
+            if one not in self._wanted
+            and not self._rests(one)
+            and all(other.generating for other in self._placements.on(one))
         ]
         if not begun:
             return []
@@ -193,15 +217,15 @@ class Background(Generic[R]):
         left = has_leftover(view, self._options)
         return [one for one, has_room in zip(shown, left, strict=True) if has_room]
 
-    def _firsts(self, places: Mapping[R, asyncio.Future[Any]]) -> list[R]:
-        """Return the first request of each account: one without room holds back no other client."""
-        waiting = still_waiting(places)
-        if len(waiting) > 1:
-            waiting = self._pool.in_order(waiting, self._clock(), self._longest)[0]
-        firsts: dict[Account, R] = {}
-        for request in waiting:
-            firsts.setdefault(request.account, request)
-        return list(islice(firsts.values(), _LOOKED_AT))
+
+def _firsts(waiting: Sequence[R]) -> list[R]:
+    """Return the first request of each account: one without room holds back no other client."""
+    firsts: dict[Account, R] = {}
+    for request in waiting:
+        firsts.setdefault(request.account, request)
+        if len(firsts) == _LOOKED_AT:
+            break
+    return list(firsts.values())
 
 
 _STEPS_AHEAD = (0, *(2**i for i in range(4, 14)))

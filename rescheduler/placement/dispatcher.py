@@ -438,7 +438,7 @@ class Dispatcher(Generic[R]):
             return "first"
         if request.instance is None or not is_promised(request, self._clock()):
             return None
-        beside = self._placements.on(request.instance)
+        beside = [one for one in self._placements.on(request.instance) if not one.background]
         return "last" if self.accounts.leading([request], beside) else None
 
     def _have_given_way(self) -> None:
@@ -446,8 +446,10 @@ class Dispatcher(Generic[R]):
         rounds = 2 * self._policy.decide_every()
         now = self._clock()
         waiting = still_waiting(self._pool.for_decode)
-        if any(now - request.waiting_since >= rounds for request in waiting):
-            self._background.give_way(self.usable)
+        late = {one.model: one for one in waiting if now - one.waiting_since >= rounds}
+        if late:
+            usable = [one for request in late.values() for one in self.usable_for(request)]
+            self._background.give_way(dict.fromkeys(usable))
 
     def _place_by_policy(
         self, request: R, instances: Sequence[InstanceState]

@@ -22,7 +22,7 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.proxy_options import BackgroundOptions, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_forwarded, read_request
-from rescheduler.placement.background import has_leftover
+from rescheduler.placement.background import _MOST_AT_ONCE, has_leftover
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_request import LiveRequest
@@ -235,6 +235,73 @@ async def test_an_instance_rests_after_the_prompt_of_a_background_request() -> N
     ahead += 1.0
     dispatcher.wake()
     await waiting
+
+
+def dispatching(*states: InstanceState) -> tuple[Dispatcher[LiveRequest], Placements[LiveRequest]]:
+    placements, now = Placements[LiveRequest](), asyncio.get_running_loop().time
+    options = ProxyOptions(background=ALL)
+    return Dispatcher(placements, states, JSQ(), options, MeanStepTime(), now), placements
+
+
+def placing(
+    dispatcher: Dispatcher[LiveRequest], request: LiveRequest, background: bool, model: str = ""
+) -> asyncio.Task[InstanceState]:
+    request.background, request.model = background, model
+    dispatcher.arrived(request)
+    return asyncio.create_task(dispatcher.place(request))
+
+
+async def test_who_waits_for_an_adapter_leaves_other_instances_to_the_background() -> None:
+    """One request that waits for what is full does not stop the background of all."""
+    full, other = sized("full", 1), sized("other", 8)
+    full.models, other.models = frozenset({"m", "adapter"}), frozenset({"m"})
+    dispatcher, placements = dispatching(full, other)
+    runs, waits, flex, more = (live_request(name, placements=placements) for name in "abcd")
+    assert await placing(dispatcher, runs, False, "adapter") is full
+    runs.token(0.0)
+    held = placing(dispatcher, waits, False, "adapter")
+    async with asyncio.timeout(5):
+        assert await placing(dispatcher, flex, True, "m") is other
+    flex.token(0.0)
+    dispatcher.began(flex, other)
+    waiting = placing(dispatcher, more, False, "m")
+    assert await waiting is other
+    assert not flex.gives_way, "it is on no instance that the one that waits may go to"
+    assert not held.done()
+    held.cancel()
+
+
+async def test_a_promise_is_kept_beside_background_requests() -> None:
+    """These have an account of their own, which is ahead or behind of nobody's."""
+    state = sized("a", 8)
+    dispatcher, placements = dispatching(state)
+    promised, flex = (live_request(name, placements=placements) for name in "ab")
+    promised.promised_level, promised.finish_by = 0.95, asyncio.get_running_loop().time() + 60
+    assert await placing(dispatcher, promised, False) is state
+    group = promised.group
+    promised.account.settled[group] = dispatcher.accounts.virtual_times[group] = 20_000.0
+    promised.token(0.0)
+    dispatcher.began(promised, state)
+    assert dispatcher.suspended(promised) == "last"
+    async with asyncio.timeout(5):
+        assert await placing(dispatcher, flex, True) is state
+    assert dispatcher.suspended(flex) == "first"
+    assert dispatcher.suspended(promised) == "last"
+
+
+async def test_a_look_gives_so_many_places_and_the_next_one_the_rest() -> None:
+    states = [sized(f"d{i}", 64) for i in range(_MOST_AT_ONCE + 4)]
+    dispatcher, placements = dispatching(*states)
+    requests = [live_request(f"{i}", placements=placements) for i in range(len(states))]
+    ends = [placing(dispatcher, request, True) for request in requests]
+    on = []
+    async with asyncio.timeout(5):
+        while len(on) < len(states):
+            before = len(on)
+            await asyncio.sleep(0)
+            on = [one for state in states for one in placements.on(state)]
+            assert len(on) - before <= _MOST_AT_ONCE
+        await asyncio.gather(*ends)
 
 
 def running(it: Cluster, background: bool) -> int:
