@@ -23,6 +23,7 @@ INSTEAD = {
     "fairbatching_live": "--quick --trace TRACE",
     "gpu_check": "--device cpu",
     "engine_cost": "--quick --requests 8 --k 2",
+    "victims": "runs/victims",
     "worth": "order --quick",
 }
 """Arguments of those that have no short run, or read something."""
