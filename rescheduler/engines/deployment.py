@@ -98,7 +98,8 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         order: Scheduling order of the requests that wait in an engine itself, as ``order`` of the
             deployment, and with its own ``prompt_checkpoint``. None: in order of arrival.
         victim: which request a decode instance suspends when its KV cache is full, as in
-            `rescheduler.ordering.victims`.
+            `rescheduler.ordering.victims`. None: `age` where requests move,
+            and vLLM's choice elsewhere.
         emulate: the GPU that engines emulate, instead of computing anything; None: they compute.
         threads: CPU threads of an engine.
         side_channel_port: port of the first engine's NIXL side channel; the others use the next.
@@ -119,7 +120,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     k: Positive = 20
     batching: dict[str, Any] | None = None
     order: dict[str, Any] | None = None
-    victim: Victim = "newest"
+    victim: Victim | None = None
     emulate: EmulateOptions | None = None
     threads: Positive = 1
     side_channel_port: Port = 5600
@@ -201,6 +202,15 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def served_name(self) -> str:
         """What clients call the model."""
         return self.served_model_name or self.model
+
+    @property
+    def victim(self) -> Victim:
+        """Whom decode instances suspend.
+
+        Moves fill all instances alike, so that these run out of memory together.
+        """
+        moves = self.migration is not None and not self.migration.get("shadow", False)
+        return self.engine.victim or ("age" if moves else "newest")
 
     @property
     def prefill(self) -> list[Instance]:

@@ -104,7 +104,7 @@ def engine_command(
     Raises:
         LaunchError: one of its devices is not visible here.
     """
-    options = deployment.engine
+    options, victim = deployment.engine, deployment.victim
     emulate = options.emulate
     if emulate is not None:
         options = emulated_engine(options)
@@ -129,12 +129,12 @@ def engine_command(
     if options.batching is not None:
         section["batching"] = options.batching
         arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
-    elif instance.role == "decode" and (options.order is not None or options.victim != "newest"):
-        ordered, suspends = options.order is not None, options.victim != "newest"
+    elif instance.role == "decode" and (options.order is not None or victim != "newest"):
+        ordered, suspends = options.order is not None, victim != "newest"
         if ordered:
             section["order"] = options.order
         if suspends:
-            section["victim"] = options.victim
+            section["victim"] = victim
         scheduler = _SCHEDULERS[ordered, suspends]
         arguments += ["--scheduler-cls", scheduler]
     elif section:

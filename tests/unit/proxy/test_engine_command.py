@@ -296,6 +296,26 @@ def test_a_decode_instance_suspends_whom_it_is_told() -> None:
     assert (section["victim"], section["order"]) == ("context", {"name": "boost"})
 
 
+@pytest.mark.parametrize(
+    ("migration", "victim", "suspended"),
+    [
+        (None, None, "newest"),
+        ({"name": "survival", "shadow": True}, None, "newest"),
+        ({"name": "survival"}, None, "age"),
+        ({"name": "survival"}, "newest", "newest"),
+        (None, "rest", "rest"),
+    ],
+)
+def test_where_requests_are_moved_engines_suspend_by_age(
+    migration: dict[str, Any] | None, victim: Any, suspended: str
+) -> None:
+    described = replace(deployment(engine=replace(ON_CPU, victim=victim)), migration=migration)
+    assert described.victim == suspended
+    command = engine_command(described, DECODE, "m", "python").arguments
+    assert ("SuspendingHeadwayScheduler" in " ".join(command)) == (suspended != "newest")
+    assert (f'"victim": "{suspended}"' in " ".join(command)) == (suspended != "newest")
+
+
 def test_a_small_kv_cache_is_asked_for_in_blocks() -> None:
     engine = EngineOptions(kv_blocks=64, block_size=16, kv_cache_gb=2, threads=4)
     command = engine_command(deployment(engine=engine), DECODE, "m", "python")
