@@ -186,9 +186,13 @@ class PastForecasts:
         Those of which a prompt predictor said something else keep that.
         """
         recalled = self.memory.recall(*siblings[:3])
+        expected: dict[tuple[int | None, int], int | None] = {}  # most are alike
         for request, told in [*islice(siblings.told.items(), _MOST_SIBLINGS)]:
             if request.expected_tokens == told:
-                request.expected_tokens = siblings.told[request] = _expected(request, recalled)
+                limits = request.max_tokens, request.fewest_tokens
+                if limits not in expected:
+                    expected[limits] = _expected(request, recalled)
+                request.expected_tokens = siblings.told[request] = expected[limits]
                 self._running[request] = recalled
 
     async def run(self) -> None:
