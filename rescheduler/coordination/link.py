@@ -246,7 +246,8 @@ class Link:
         followed = self._requests.pop(request, None)
         self._changed.pop(request, None)
         if followed is not None:
-            handle, tokens = followed.handle, _tokens(request.generated_tokens)
+            handle, tokens = followed.handle, request.generated_tokens
+            tokens = _tokens(request.counted_tokens if request.several else tokens)
             del self._by_handle[handle]
             self._ended.append(Ended(handle, by_itself, tokens, request.refused, request.counted))
             self._wake()

@@ -115,6 +115,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A request that is over; by itself: no client or fault cut it, so its length tells.
 
     Attributes:
+        generated_tokens: of several answers as many as their engine counted.
         counted: as of `Placeable`.
     """
 

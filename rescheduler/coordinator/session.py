@@ -502,8 +502,10 @@ class Session:
         mirror = self.mirrors.get(ended.handle)
         self.forgotten.pop(ended.handle, None)
         if mirror is not None:
-            # Of an answer that comes as a whole only its engine knows, by telemetry.
-            mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
+            if mirror.several:
+                mirror.counted_tokens = ended.generated_tokens
+            else:  # of an answer that comes as a whole only its engine knows, by telemetry
+                mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
             mirror.refused, mirror.counted = ended.refused, ended.counted
             possible = mirror.generated_tokens <= self._longest
             self._forget(mirror, ended.by_itself and possible)

@@ -33,6 +33,7 @@ class Account:
             instances have served is no debt to others.
         charges: what each request that has a place is expected to take, not over the weight. The
             group of each is among those of ``settled``.
+        begun_at: where it began again after its last pause, by group.
         mean_service: of its requests that have ended; None before any has.
     """
 
@@ -43,6 +44,7 @@ class Account:
     strictness: dict[float, float] = field(default_factory=dict)
     settled: dict[Group, float] = field(default_factory=dict)
     charges: dict[Any, float] = field(default_factory=dict)
+    begun_at: dict[Group, float] = field(default_factory=dict)
     mean_service: float | None = None
     _error: float = 0.0
     _errors: float = 0.0
@@ -58,6 +60,7 @@ class Account:
         """
         settled = self.settled.get(group, 0.0)
         self.settled[group] = max(settled, virtual_time - self._running(group))
+        self.begun_at[group] = max(self.begun_at.get(group, 0.0), virtual_time)
 
     def _running(self, group: Group) -> float:
         if len(self.settled) == 1 and group in self.settled:  # as of nearly all
@@ -67,10 +70,14 @@ class Account:
         return running / self.weight
 
     def settle(self, request: Any, service: float) -> None:
-        """Charge a request that has ended with what it took."""
+        """Charge a request that has ended with what it took.
+
+        What it was charged before, and did not take, is no claim to what others had in a pause.
+        """
         self.charges.pop(request, None)
         request.paid = service / self.weight
         self.settled[request.group] = self.settled.get(request.group, 0.0) + request.paid
+        self.lift(request.group, self.begun_at.get(request.group, 0.0))
 
     def take_back(self, request: Any) -> None:
         """Take back what a request was charged at its end: it goes on, and is charged anew."""

@@ -15,7 +15,7 @@ from rescheduler.placement.placeable import Placeable, R
 
 _MOST_ACCOUNTS = 1024
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
-_LEAST_COST = 0.25
+_LEAST_COST = 0.1
 """Of a place, as a share of a mean request."""
 _OTHERS = "others"
 _CHARGE_SECONDS = 0.1
@@ -197,12 +197,12 @@ class Accounts:
         """
         account, charged = request.account, request.account.charges.get(request)
         account.unfinished -= 1
-        generated = request.generated_tokens
+        generated, was_cut = request.generated_tokens, request.was_cut
         if request.several:
-            counted = request.counted or 0.0
-            generated = round((counted - request.prompt_tokens) / OUTPUT_WEIGHT / request.answers)
-        if request.foreseen_tokens and generated > 0:
-            account.learn(request.foreseen_tokens, generated, by_itself and not request.was_cut)
+            generated = round(request.counted_tokens / request.answers)
+            was_cut = request.max_tokens is not None and generated >= request.max_tokens
+        if request.foreseen_tokens and generated:
+            account.learn(request.foreseen_tokens, generated, by_itself and not was_cut)
         if charged is None:
             return
         service = self.cost(request)
@@ -244,16 +244,17 @@ class Accounts:
         return prompt + OUTPUT_WEIGHT * (request.generated_tokens + more_tokens)
 
     def cost(self, request: Placeable, more_tokens: float = 0.0) -> float:
-        """Return what a request is charged for that: as a quarter of a mean request at least.
+        """Return what a request is charged for that: as a tenth of a mean request at least.
 
         A place costs more than its tokens: it is prefilled, and passed on. Otherwise requests of
-        one token would be free, and whoever sends enough of them would have all places.
+        one token would be free, and whoever sends enough of them would have all places. But it does
+        not cost more where others send long ones.
         """
         return max(self.service(request, more_tokens), self._least_cost)
 
     @property
     def _least_cost(self) -> float:
-        return _LEAST_COST * self.mean_service
+        return _LEAST_COST * min(self.mean_service, _FIRST_SERVICE)
 
     def may_wait(self, account: Account, pool: int) -> bool:
         """Return whether one more request of an account may wait where a pool is full.

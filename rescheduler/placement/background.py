@@ -142,13 +142,16 @@ class Background(Generic[R]):
         if wanted and all(one in wanted for request in alike for one in self._usable_for(request)):
             return
         waiting = self._pool.in_order(waiting, self._clock(), self._longest)[0]
+        misfits: dict[Account, R] = {}
         for _ in range(_MOST_AT_ONCE):
-            firsts = _firsts(waiting)
-            taken = next((i for i, request in enumerate(firsts) if takes(request)), None)
-            if taken is None:
+            for request in _firsts(waiting, misfits):
+                if takes(request):
+                    break
+                misfits[request.account] = request
+            else:
                 return
-            self._pool.accounts.passed_over(firsts[:taken])
-            waiting.remove(firsts[taken])
+            self._pool.accounts.passed_over(misfits.values())
+            waiting.remove(request)
         self.wake()
 
     def _wanted_by_others(self) -> set[InstanceState]:
@@ -156,8 +159,10 @@ class Background(Generic[R]):
         wanted = set[InstanceState]()
         prefill, decode = self._others.for_prefill, self._others.for_decode
         for request in {one.model: one for one in still_waiting(prefill)}.values():
-            wanted.update(one for one in self._prefills if one.serves(request.model))
-            wanted.update(self._usable_for(request))
+            usable = self._usable_for(request)
+            wanted.update(usable)
+            if any(len(self._placements.on(one)) < one.slots for one in usable):
+                wanted.update(one for one in self._prefills if one.serves(request.model))
         for request in {one.model: one for one in still_waiting(decode)}.values():
             wanted.update(self._usable_for(request))
         return wanted
@@ -218,13 +223,14 @@ class Background(Generic[R]):
         return [one for one, has_room in zip(shown, left, strict=True) if has_room]
 
 
-def _firsts(waiting: Sequence[R]) -> list[R]:
-    """Return the first request of each account: one without room holds back no other client."""
+def _firsts(waiting: Sequence[R], without: Mapping[Account, R]) -> list[R]:
+    """Return the first request of each other account: one without room holds back no client."""
     firsts: dict[Account, R] = {}
     for request in waiting:
-        firsts.setdefault(request.account, request)
-        if len(firsts) == _LOOKED_AT:
+        if len(firsts) + len(without) == _LOOKED_AT:
             break
+        if request.account not in without:
+            firsts.setdefault(request.account, request)
     return list(firsts.values())
 
 

@@ -126,6 +126,7 @@ class Placeable:
     refused: bool = False
     foreseen_tokens: float = 0.0
     counted: float | None = None
+    counted_tokens: int = 0
     paid: float = 0.0
     _generated: int = 0
     _rests_until: float = 0.0
@@ -201,6 +202,7 @@ class Placeable:
         """Note what its engine says in its answer, of all prompts and answers together."""
         self.reported(prompt_tokens, generated_tokens)
         self.counted = prompt_tokens + OUTPUT_WEIGHT * generated_tokens
+        self.counted_tokens = generated_tokens
 
 
 _KEPT_MOVES = 50

@@ -418,7 +418,8 @@ class PassThrough:
         flow, streams = self._flow, request.client.stream
         patience = flow.options.first_token_seconds
         document: web.StreamResponse | None = None
-        failed, untold, request.counted = False, streams, None
+        failed, untold = False, streams
+        request.counted, request.counted_tokens = None, 0
         clock = asyncio.get_running_loop().time
         began = inf if streams else clock()  # a stream: once its engine has begun with it
         try:

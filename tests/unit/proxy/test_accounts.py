@@ -167,10 +167,10 @@ class TestService:
         request = asked(table.named("a"), foreseen=1.0)
         request.prompt_tokens = 1
         begun(table, request)
-        assert request.account.served(None) == table.mean_service / 4
+        assert request.account.served(None) == table.mean_service / 10
         request._generated = 1
         table.ended(request, by_itself=True)
-        assert request.account.served(None) == table.mean_service / 4
+        assert request.account.served(None) == table.mean_service / 10
 
     def test_what_runs_counts_as_an_account_begins_to_wait_anew(self, table: Accounts) -> None:
         """Otherwise it is ahead by that after each pause, and has less than its share."""
@@ -181,16 +181,43 @@ class TestService:
         with table.waits(asked(runs.account)):
             assert table.ahead(runs.account, None) == 0.0
 
-    def test_what_several_answers_were_wrong_by_is_learnt(self, table: Accounts) -> None:
-        """Of what their engine counts: otherwise they are taken for short ones for ever."""
+    def test_a_request_costs_no_more_where_others_are_long(self, table: Accounts) -> None:
+        table.mean_service = 50_000.0
+        request = asked(table.named("a"), foreseen=1.0)
+        begun(table, request)
+        assert request.account.served(None) == 50
+
+    def test_what_was_charged_too_much_is_no_claim_after_a_pause(self, table: Accounts) -> None:
+        """Otherwise one long request that is given up saves up all that others have meanwhile."""
+        saver, long = table.named("saver"), asked(table.named("saver"), foreseen=200_000.0)
+        long.max_tokens = 200_000
+        begun(table, long)
+        table.virtual_times[None] = 100_000.0
+        with table.waits(asked(saver)):
+            assert table.ahead(saver, None) > 0
+            long._generated = 5_000
+            table.ended(long, by_itself=False)
+            assert table.ahead(saver, None) >= 0
+
+    @pytest.mark.parametrize("counted", [30, 3_000, 20_000], ids="a prompt of {} tokens".format)
+    @pytest.mark.parametrize(
+        ("tokens", "most", "least", "greatest"),
+        [(2_000, 4_000, 20, 64), (20, 4_000, 1, 1), (10, 10, 1, 1)],
+        ids=["longer", "as foreseen", "cut"],
+    )
+    def test_what_several_answers_were_wrong_by_is_learnt(
+        self, table: Accounts, counted: int, tokens: int, most: int, least: int, greatest: int
+    ) -> None:
+        """By what their engine counts, whatever was thought of their prompt."""
         account = table.named("a")
         for _ in range(40):
             request = asked(account, foreseen=20.0)
-            request.several, request.answers, request.max_tokens = True, 2, 4_000
+            request.several, request.answers, request.max_tokens = True, 2, most
+            request.prompt_tokens, request.prompt_is_known = 3_000, False
             begun(table, request)
-            request.was_counted(30, 2 * 2_000)
+            request.was_counted(counted, 2 * tokens)
             table.ended(request, by_itself=True)
-        assert 20 < account.correction <= 64
+        assert least <= account.correction <= greatest
 
     @pytest.mark.parametrize(
         ("prompt", "known", "charged"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.proxy_options import BackgroundOptions, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_forwarded, read_request
+from rescheduler.placement.account import Account
 from rescheduler.placement.background import _MOST_AT_ONCE, has_leftover
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
@@ -269,6 +271,47 @@ async def test_who_waits_for_an_adapter_leaves_other_instances_to_the_background
     assert not flex.gives_way, "it is on no instance that the one that waits may go to"
     assert not held.done()
     held.cancel()
+
+
+async def test_who_cannot_be_prefilled_yet_leaves_prefill_instances_to_the_background() -> None:
+    """What is prefilled for a full adapter fills its part of the room ahead: others may be."""
+    prefill, full, other = instance_state("p", "prefill"), sized("full", 1), sized("other", 8)
+    prefill.models = full.models = frozenset({"m", "adapter"})
+    other.models = frozenset({"m"})
+    dispatcher, placements = dispatching(prefill, full, other)
+    waits, runs = (live_request(name, placements=placements) for name in "ab")
+    waits.model = "adapter"
+    dispatcher._pool.for_prefill[waits] = asyncio.get_running_loop().create_future()
+    assert dispatcher._background._wanted_by_others() == {prefill, full}
+    runs.model = "adapter"
+    runs.place(full)
+    assert dispatcher._background._wanted_by_others() == {full}
+
+
+async def test_in_one_look_an_account_without_room_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = [sized(f"d{i}", 8) for i in range(8)]
+    dispatcher, placements = dispatching(*states)
+    asked_of: list[str] = []
+    background = dispatcher._background
+
+    def with_leftover(request: LiveRequest) -> list[InstanceState]:
+        asked_of.append(request.id)
+        free = [state for state in states if not placements.on(state)]
+        return [] if request.id.startswith("large") else free
+
+    monkeypatch.setattr(background, "_with_leftover", with_leftover)
+    requests = [live_request(f"large{i}", placements=placements) for i in range(20)]
+    requests += [live_request(f"small{i}", placements=placements) for i in range(8)]
+    for request in requests:
+        request.account = Account(request.id if request.id.startswith("large") else "small")
+    tasks = [placing(dispatcher, request, True) for request in requests]
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks[20:])
+    assert max(Counter(asked_of).values()) <= 2, "and once more in the next look"
+    for task in tasks:
+        task.cancel()
 
 
 async def test_a_promise_is_kept_beside_background_requests() -> None:

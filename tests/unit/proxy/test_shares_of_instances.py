@@ -349,11 +349,19 @@ def test_a_few_long_requests_have_their_share_beside_a_flood(number: int, tokens
 
 @pytest.mark.parametrize("prefill_seconds", [0.01, 0.03])
 def test_requests_of_one_token_do_not_have_all_places(prefill_seconds: float) -> None:
-    """A hundred a second keep the prefill instance: 16.0 slots of 16 alone, 0.5 and 0.0 before."""
+    """Hundreds a second keep the prefill instance: else 0.5 and 0.0 of 16 slots are left."""
     crowd = [("h", "m", 60, 0.003 * i, 500) for i in range(48)]
     crowd += [("x", "m", 1, 1 + 0.001 * i, 1) for i in range(200)]
     found = slots_of(crowd, ["m", "m"], 32, slots=[8, 8], prefill_seconds=prefill_seconds)
-    assert found["h"] > 11.0
+    assert found["h"] > 5.5, "half is its share"
+
+
+def test_who_asks_for_little_waits_for_little_beside_long_requests() -> None:
+    """A place costs it no more because others' requests are long: else it has 0.1 slots."""
+    crowd = [(f"l{i % 8}", "m", 2_000, 0.01 * i, 100) for i in range(40)]
+    crowd += [("t", "m", 20, 30 + 0.05 * i, 10) for i in range(8)]
+    found = slots_of(crowd, ["m", "m"], 32, slots=[8, 8], until=200.0)
+    assert found["t"] > 1.1, "a ninth of 16 slots is 1.8"
 
 
 @pytest.mark.parametrize("prompt", [500, 4_000])
