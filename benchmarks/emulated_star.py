@@ -239,10 +239,12 @@ class EmulatedStar(Experiment):
                 rounds, label = having(runs, name), arm.replace(", ", "_")
                 if rounds:
                     figures |= mean_of(by_round(rounds, name)).figures(f"{name}_{label}")
-        none, chosen = every.get("none_newest", {}), every.get("survival_forecast", {})
-        ratios = [chosen[i]["tpot_p99"] / none[i]["tpot_p99"] for i in chosen if i in none]
-        if ratios:
-            figures["worst_round_survival_forecast_against_none"] = max(ratios)
+        none = every.get("none_newest", {})
+        for arm in ("survival_newest", "survival_age", "survival_forecast"):
+            chosen = every.get(arm, {})
+            ratios = [chosen[i]["tpot_p99"] / none[i]["tpot_p99"] for i in chosen if i in none]
+            if ratios:
+                figures[f"worst_round_{arm}_against_none"] = max(ratios)
         return figures | excess_of(every)
 
 
