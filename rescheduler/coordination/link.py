@@ -363,11 +363,7 @@ class Link:
         return report
 
     def _note_other(self) -> None:
-        """Note requests that can move, or cannot, since they were reported, or are forecast anew.
-
-        That also changes without their state: when clients read slowly, answers turn out to be such
-        that no other instance can go on with them, or another request of their prompt has ended.
-        """
+        """Note what changes without a request's state: whether it can move, and its forecast."""
         for request, followed in self._requests.items():
             can_move = request.can_move and followed.moving is None
             if followed.can_move != can_move or followed.expected != request.expected_tokens:
