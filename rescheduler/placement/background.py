@@ -123,6 +123,7 @@ class Background(Generic[R]):
     def _give_places(self) -> None:
         self._due, self._looked = inf, self._clock()
         try:
+            self._wanted = self._wanted_by_others()
             self._give(self._decode, self._pool.for_decode)
             self._give(self._prefill, self._pool.for_prefill)
             self._failed = False
@@ -137,8 +138,7 @@ class Background(Generic[R]):
         waiting = still_waiting(places)
         if not waiting:
             return
-        wanted = self._wanted = self._wanted_by_others()
-        alike = {one.model: one for one in waiting}.values()
+        wanted, alike = self._wanted, {one.model: one for one in waiting}.values()
         if wanted and all(one in wanted for request in alike for one in self._usable_for(request)):
             return
         waiting = self._pool.in_order(waiting, self._clock(), self._longest)[0]
