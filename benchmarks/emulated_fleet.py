@@ -38,6 +38,7 @@ from benchmarks.support.experiment import (
 from benchmarks.support.report import change
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import Deployment
+from rescheduler.ordering.expected_rest import Victim
 
 PROFILE, REPLICAS, SLOTS, KV_TOKENS = "h100-llama-8b", 4, 128, 60_000
 LAW = AnswerLengths(median=300, sigma=1.0, longest=8_000)
@@ -58,8 +59,8 @@ FIGURES = (
 class Arm(NamedTuple):
     """How requests are ordered, placed and moved, and what the engines are.
 
-    They know lengths exactly or not, and keep a share of their KV cache free before they begin a
-    request (vLLM's ``--watermark``).
+    They know lengths exactly or not, keep a share of their KV cache free before they begin a
+    request (vLLM's ``--watermark``), and suspend a victim where the cache is full.
     """
 
     routing: dict[str, Any]
@@ -67,6 +68,7 @@ class Arm(NamedTuple):
     migration: dict[str, Any] | None = None
     exact: bool = False
     watermark: float = 0.0
+    victim: Victim = "newest"
 
 
 SURVIVAL = {"name": "survival", "interval_seconds": 1.0, "tolerance": 1.0, "crowded": 1.0}
@@ -77,16 +79,20 @@ FITS = {"name": "max_capacity"}
 """As `JSQ`, requests wait in the proxy until they fit; here none passes one that does not."""
 ARMS = {
     "jsq_load": Arm(JSQ),
+    "jsq_load_age": Arm(JSQ, victim="age"),
     "vllm": Arm({"name": "vllm"}),
     "watermark": Arm(JSQ, watermark=0.05),
     "max_capacity": Arm(FITS),
     "reserve": Arm(FITS | {"reserve": 0.1}),
     "headroom": Arm(HEADROOM),
+    "headroom_age": Arm(HEADROOM, victim="age"),
     "headroom_1000": Arm(HEADROOM | {"starvation": 1_000}),
     "boost": Arm(JSQ, BOOST),
     "survival": Arm(JSQ, migration=SURVIVAL),
+    "survival_age": Arm(JSQ, migration=SURVIVAL, victim="age"),
     "star": Arm(JSQ, migration=STAR),
     "together": Arm(HEADROOM, BOOST, SURVIVAL),
+    "together_age": Arm(HEADROOM, BOOST, SURVIVAL, victim="age"),
     "headroom_exact": Arm(HEADROOM, exact=True),
     "boost_exact": Arm(JSQ, BOOST, exact=True),
     "survival_exact": Arm(JSQ, migration=SURVIVAL, exact=True),
@@ -119,13 +125,15 @@ class EmulatedFleet(Experiment):
             "rate": round(run.load * (self.capacity or 0.0), 4),
         }
 
-    def engines_of(self, arm: str) -> tuple[bool, float]:
-        return ARMS[arm].exact, ARMS[arm].watermark
+    def engines_of(self, arm: str) -> tuple[bool, float, Victim]:
+        return ARMS[arm].exact, ARMS[arm].watermark, ARMS[arm].victim
 
-    def deployment(self, key: tuple[bool, float]) -> Deployment:
-        exact, watermark = key
-        emulate = self.emulate(exact)
-        return emulated_replicas(emulate, REPLICAS, SLOTS, "--watermark", f"{watermark}")
+    def deployment(self, key: tuple[bool, float, Victim]) -> Deployment:
+        exact, watermark, victim = key
+        engines = emulated_replicas(
+            self.emulate(exact), REPLICAS, SLOTS, "--watermark", f"{watermark}"
+        )
+        return replace(engines, engine=replace(engines.engine, victim=victim))
 
     async def measure(self, deployment: Deployment) -> float:
         serving = replace(deployment, routing=JSQ)
