@@ -30,8 +30,10 @@ from benchmarks.support.report import (
 )
 from rescheduler.demo.load import (
     EmulatedRequest,
+    Prompt,
     answer_figures,
     changed_answers,
+    drawn_prompt,
     moves,
     preemptions,
     scheduler_failures,
@@ -315,20 +317,38 @@ def of_results(options: EmulateOptions, *others: str) -> dict[str, Any]:
 async def steady_capacity(
     serving: Deployment, requests: int, prompts: PromptLengths, scratch: Path
 ) -> tuple[float, float]:
-    """Return the requests a second of a load at once, in its steady part, and tokens of each."""
+    """Return `steady_part` of a load that is drawn."""
     emulate = serving.engine.emulate
     assert emulate is not None
     most = max(200, requests // 2)
     load = drawn_load(MEASURED_ROUND, most, inf, prompts, emulate.lengths)
+    return await steady_part(serving, load, scratch)
+
+
+async def steady_part(
+    serving: Deployment,
+    load: Sequence[EmulatedRequest],
+    scratch: Path,
+    prompt: Prompt = drawn_prompt,
+) -> tuple[float, float]:
+    """Return the requests a second of a load at once, in its steady part, and tokens of each."""
+    emulate = serving.engine.emulate
+    assert emulate is not None
     with proxy(serving, scratch):
         url, model = serving.proxy_url, serving.served_name
-        answers = await serve_load(url, model, load, emulate.dilation, MEASURED_ROUND)
+        answers = await serve_load(
+            url, model, load, emulate.dilation, MEASURED_ROUND, prompt=prompt
+        )
     rate = steady_rate(one.last / emulate.dilation for one in answers)
     return rate, float(np.mean([one.tokens for one in answers]))
 
 
 async def served(
-    serving: Deployment, load: Sequence[EmulatedRequest], salt: int, scratch: Path
+    serving: Deployment,
+    load: Sequence[EmulatedRequest],
+    salt: int,
+    scratch: Path,
+    prompt: Prompt = drawn_prompt,
 ) -> dict[str, float]:
     """Serve a load, and return what its clients saw and what the engines' steps were."""
     emulate = serving.engine.emulate
@@ -338,7 +358,7 @@ async def served(
     began, since = time.monotonic(), time.perf_counter()
     with proxy(serving, scratch):
         url, model = serving.proxy_url, serving.served_name
-        answers = await serve_load(url, model, load, emulate.dilation, salt)
+        answers = await serve_load(url, model, load, emulate.dilation, salt, prompt=prompt)
         moved = await asyncio.to_thread(moves, serving)
         await asyncio.to_thread(check_schedulers, serving)
     await until_idle(serving, PATIENCE)

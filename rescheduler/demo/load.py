@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -103,6 +102,14 @@ class StreamedAnswer(Generic[Request]):
 
 
 EmulatedAnswer = StreamedAnswer[EmulatedRequest]
+Prompt = Callable[[int, EmulatedRequest], list[int]]
+"""Returns the prompt of a request, by a run's salt."""
+
+
+def drawn_prompt(salt: int, request: EmulatedRequest) -> list[int]:
+    """Return a prompt that no other request has, and none of another salt."""
+    words = np.random.default_rng((salt, request.seed)).integers(0, WORDS, request.prompt_tokens)
+    return [*(FIRST_WORD + words).tolist()]
 
 
 async def serve_load(
@@ -113,10 +120,14 @@ async def serve_load(
     salt: int,
     max_tokens: int = MAX_TOKENS,
     until: float = inf,
+    prompt: Prompt = drawn_prompt,
 ) -> list[EmulatedAnswer]:
     """Send a load to a server as `serve_answers` does, and return what was answered."""
     answers = [EmulatedAnswer(request) for request in load]
-    asked = partial(asked_body, model, salt=salt, max_tokens=max_tokens)
+
+    def asked(request: EmulatedRequest) -> dict[str, Any]:
+        return asked_body(model, request, salt, max_tokens, prompt)
+
     await serve_answers(url, answers, asked, dilation, until)
     return answers
 
@@ -153,12 +164,17 @@ async def serve_answers(
             await asyncio.wait_for(serve_all(session), None if until == inf else dilation * until)
 
 
-def asked_body(model: str, request: EmulatedRequest, salt: int, max_tokens: int) -> dict[str, Any]:
+def asked_body(
+    model: str,
+    request: EmulatedRequest,
+    salt: int,
+    max_tokens: int,
+    prompt: Prompt = drawn_prompt,
+) -> dict[str, Any]:
     """Return what a server is asked for a request."""
-    words = np.random.default_rng((salt, request.seed)).integers(0, WORDS, request.prompt_tokens)
     return {
         "model": model,
-        "prompt": (FIRST_WORD + words).tolist(),
+        "prompt": prompt(salt, request),
         "max_tokens": max_tokens,
         "ignore_eos": False,
         "temperature": 0,

@@ -20,6 +20,7 @@ BENCHMARKS = {
     if path.parent.name != "support" and 'if __name__ == "__main__"' in path.read_text()
 }
 INSTEAD = {
+    "emulated_past": "--quick --trace mooncake_conversation.jsonl.gz",
     "fairbatching_live": "--quick --trace TRACE",
     "gpu_check": "--device cpu",
     "engine_cost": "--quick --requests 8 --k 2",
@@ -53,7 +54,7 @@ def test_the_commands_of_a_page(path: Path, tmp_path: Path, kept: Path) -> None:
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
 def test_a_benchmark_runs(name: str, tmp_path: Path, kept: Path) -> None:
     page = read_page(ROOT / "README.md")
-    page.stand_ins = {"TRACE": "a trace"}
+    page.stand_ins = {"TRACE": "a trace", "mooncake_conversation.jsonl.gz": "conversations"}
     described = ast.get_docstring(ast.parse(BENCHMARKS[name].read_text())) or ""
     assert f"python -m benchmarks.{name}" in described
     more = INSTEAD.get(name, "--quick")

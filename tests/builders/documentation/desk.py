@@ -223,6 +223,23 @@ def _traces(path: Path) -> None:
     _trace(path / "some.csv.gz")
 
 
+def _conversations(path: Path) -> None:
+    """Requests of 40 conversations, whose prompts begin with all that was said before."""
+    lines = []
+    for i in range(700):
+        turn, one = divmod(i, 40)
+        lines.append(
+            {
+                "timestamp": 200 * i,
+                "input_length": 512 * turn + 300,
+                "output_length": 20 + one,
+                "hash_ids": [100 * one + block for block in range(turn + 1)],
+            }
+        )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_bytes(gzip.compress(text.encode()))
+
+
 def _dataset(path: Path) -> None:
     record(path, new_session(f"20250101T000000-{sum(path.name.encode())}"), prefix=path.name)
 
@@ -268,6 +285,7 @@ def _log(path: Path) -> None:
 
 STAND_INS: dict[str, StandIn] = {
     "a trace": _trace,
+    "conversations": _conversations,
     "a folder of traces": _traces,
     "a dataset": _dataset,
     "a checkpoint": _checkpoint,
