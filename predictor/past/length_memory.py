@@ -184,6 +184,13 @@ class PastError(ValueError):
     """A file that does not hold a memory of lengths."""
 
 
+def kept_chain(chain: KeyArray) -> KeyArray:
+    """Return the keys of a chain that are kept."""
+    if len(chain) <= MOST_CHAIN:
+        return chain
+    return np.concatenate([chain[:_FIRST], chain[_FIRST - MOST_CHAIN :]])
+
+
 class Recalled(NamedTuple):
     """What is recalled for a request, and what it teaches when it ends.
 
@@ -287,8 +294,7 @@ class LengthMemory:
             chain: [n] keys of the request from the general to the particular, each of which stands
                 for all before it.
         """
-        if len(chain) > MOST_CHAIN:
-            chain = np.concatenate([chain[:_FIRST], chain[_FIRST - MOST_CHAIN :]])
+        chain = kept_chain(chain)
         if not chain.flags.writeable:
             chain = chain.copy()  # else `walk` is compiled once more, as a request comes
         owner = client & 0xFFFFFFFF

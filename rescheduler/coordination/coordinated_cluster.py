@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rescheduler.coordination.link import CoordinatorSilentError, Link, LinkSocket
+from rescheduler.coordination.link import CoordinatorSilentError, Link
+from rescheduler.coordination.link_socket import LinkSocket
 from rescheduler.coordination.messages import RefusedMessages
 from rescheduler.engines.deployment import Deployment
 from rescheduler.engines.proxy_options import ProxyOptions

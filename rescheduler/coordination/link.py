@@ -1,39 +1,33 @@
-"""A proxy's end of its conversation with the coordinator, and its socket."""
+"""A proxy's end of its conversation with the coordinator, without the socket."""
 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 import numpy as np
-import zmq
-import zmq.asyncio
 
-from predictor.live.zmq_sockets import apply_curve, connect_socket, refuse_open_endpoint
 from rescheduler.coordination.messages import (
-    LARGEST_MESSAGE,
     MOST_FAILURES,
+    MOST_LENGTHS,
     MOST_REQUESTS,
     MOST_TOKENS,
-    MOST_UNREAD,
+    MOST_UNSAID,
     NOWHERE,
     Answer,
     CoordinationError,
     Ended,
     Failure,
+    LearnedLength,
     MoveEnded,
     MoveOrder,
     Notice,
     Record,
-    RefusedMessages,
     Report,
     View,
-    decode,
-    encode,
 )
 from rescheduler.openai.openai_request import RequestRefusedError
 from rescheduler.placement.instance_state import InstanceState
@@ -143,6 +137,8 @@ class Link:
         view: the coordinator's last.
         refused: why the coordinator does not work with this proxy; None if it does.
         back: set while the coordinator decides, as far as was noticed.
+        lengths: learned here, and not told yet; the latest ones.
+        taught: takes those that other proxies have learned.
     """
 
     def __init__(
@@ -159,6 +155,8 @@ class Link:
         self.view: View | None = None
         self.refused: str | None = None
         self.back = asyncio.Event()
+        self.lengths = deque[LearnedLength](maxlen=MOST_UNSAID)
+        self.taught: Callable[[Sequence[LearnedLength]], None] = lambda learned: None
         self.session, self._deployment = session, deployment
         self._instances, self._index = instances, {one: g for g, one in enumerate(instances)}
         self._silent_seconds, self._clock = silent_seconds, clock
@@ -305,6 +303,7 @@ class Link:
                 instance.drained = drained
         if self.pending:
             self._wake()
+        self.taught(notice.learned)
 
     def give_up(self) -> None:
         """Withdraw all tickets, if the coordinator is silent: their requests ask elsewhere."""
@@ -357,6 +356,7 @@ class Link:
             tokens=np.array(grown[1], dtype=np.int64).tobytes(),
             step_seconds=min(step, _LONGEST_STEP_SECONDS),
             draining=[g for g, one in enumerate(self._instances) if one.drained],
+            learned=said(self.lengths) if beat else [],
         )
         self._changed.clear()
         self._failures.clear()
@@ -432,6 +432,7 @@ class Link:
         return NOWHERE if instance is None else self._index[instance]
 
     def _check(self, notice: Notice) -> None:
+        check_lengths(notice.learned)
         n = len(self._instances)
         named = [answer.instance for answer in notice.answers]
         named += [max(order.source, order.target) for order in notice.moves]
@@ -489,6 +490,17 @@ class Link:
         return self._instances[index] if 0 <= index < len(self._instances) else None
 
 
+def check_lengths(learned: Sequence[LearnedLength]) -> None:
+    """Raise `CoordinationError` if digests of a length are none."""
+    if any(len(one.chain) % 8 for one in learned):
+        raise CoordinationError("digests of another size", "content")
+
+
+def said(lengths: deque[LearnedLength]) -> list[LearnedLength]:
+    """Take as many of the lengths as a message has."""
+    return [lengths.popleft() for _ in range(min(len(lengths), MOST_LENGTHS))]
+
+
 def _tokens(tokens: int) -> int:
     """Return as many tokens as a message can name: a client may ask for any number."""
     return min(max(tokens, 0), MOST_TOKENS)
@@ -496,105 +508,3 @@ def _tokens(tokens: int) -> int:
 
 def _tokens_if_any(tokens: int | None) -> int | None:
     return None if tokens is None else _tokens(tokens)
-
-
-BEAT_SECONDS = 0.25
-"""Between two reports or views when nothing happens."""
-
-_SEND_SECONDS = 1.0
-
-
-async def beats(due: asyncio.Event) -> AsyncIterator[bool]:
-    """Yield when something is due, and every `BEAT_SECONDS` in any case: whether it is a beat."""
-    loop, beat = asyncio.get_running_loop(), -math.inf
-    while True:
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(max(beat, loop.time())):
-                await due.wait()
-        due.clear()
-        is_beat = loop.time() >= beat
-        if is_beat:
-            beat = loop.time() + BEAT_SECONDS
-        yield is_beat
-
-
-def message_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
-    """Return a socket that keeps so many messages, and none when it is closed."""
-    made = context.socket(kind)
-    made.setsockopt(zmq.LINGER, 0)
-    made.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
-    made.setsockopt(zmq.SNDHWM, MOST_UNREAD)
-    made.setsockopt(zmq.RCVHWM, MOST_UNREAD)
-    return made
-
-
-class LinkSocket:
-    """Sends what the link has to say and hands it what the coordinator says, in one event loop.
-
-    Raises:
-        TelemetryError: an open endpoint without keys, or keys that cannot be used.
-    """
-
-    def __init__(
-        self, endpoint: str, keys: Path | None, link: Link, refused: RefusedMessages
-    ) -> None:
-        refuse_open_endpoint(endpoint, keys)
-        self._link = link
-        self._refused = refused
-        self._due = asyncio.Event()
-        self._context = zmq.asyncio.Context()
-        self._dealer = message_socket(self._context, zmq.DEALER)
-        try:
-            # Nothing is kept for a coordinator that is away: reports say how things are.
-            self._dealer.setsockopt(zmq.IMMEDIATE, 1)
-            self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            self._dealer.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-            self._dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
-            self._dealer.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
-            if keys is not None:
-                apply_curve(self._dealer, keys, "watcher", serves=False, peer="watcher")
-            connect_socket(self._dealer, endpoint)
-        except BaseException:
-            self.close()
-            raise
-
-    def wake(self) -> None:
-        """Send soon what there is to say."""
-        self._due.set()
-
-    async def run(self) -> None:
-        """Send and receive forever."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._send())
-            tasks.create_task(self._receive())
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._dealer.close(linger=0)
-        self._context.term()
-
-    async def _send(self) -> None:
-        async for is_beat in beats(self._due):
-            if is_beat:
-                self._link.give_up()
-            try:
-                report = self._link.report(is_beat)
-                frames = encode(report) if report is not None else None
-            except Exception:  # no request may end the conversation about all others
-                logger.exception("nothing was reported to the coordinator")
-                continue
-            if frames is not None:
-                with suppress(TimeoutError):  # it is lost then, and its number will be missed
-                    async with asyncio.timeout(_SEND_SECONDS):
-                        await self._dealer.send_multipart(frames)
-
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._dealer.recv_multipart()
-            try:
-                self._link.receive(decode(frames, Notice))
-            except CoordinationError as error:
-                if self._refused.count("coordinator", error.reason):
-                    logger.warning("the coordinator: %s", error)
-            except Exception:  # no notice may end the conversation
-                logger.exception("a notice of the coordinator cannot be followed")

@@ -17,12 +17,16 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from predictor.past.length_memory import MOST_CHAIN
+
 LARGEST_MESSAGE = 8 << 20  # bytes; a connection that sends a larger one is closed
 MOST_UNREAD = 64  # of one connection, to be sent or read; what does not fit is lost
 MOST_SESSIONS = 64  # proxies of one coordinator
 MOST_REQUESTS = 16_384  # of one proxy, four times as many as it can relay tokens for
 MOST_INSTANCES = 4_096
 MOST_ANSWERS, MOST_ORDERS, MOST_FAILURES = 1_024, 256, 64  # others come in the next message
+MOST_LENGTHS = 256  # learned by one message
+MOST_UNSAID = 4_096  # of one conversation: of more, the latest
 MOST_TOKENS = 2**24  # of a prompt, or of an answer
 MOST = 2**40  # no count of requests, tokens or messages comes near it
 TOPIC = b"headway-coordination/3"  # the first frame: name and version of the schema
@@ -43,7 +47,9 @@ Outcome = Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{1,32}\Z")]
 Hop = Annotated[int, msgspec.Meta(ge=-1, le=MOST)]
 Session = Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,64}\Z")]
 Listed = msgspec.Meta(max_length=MOST_REQUESTS)
+Lengths = msgspec.Meta(max_length=MOST_LENGTHS)
 ByInstance = msgspec.Meta(max_length=MOST_INSTANCES)
+Digest = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack has none of more than 64 bits
 Packed = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_REQUESTS)]
 
 Reason = Literal[
@@ -126,6 +132,22 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     counted: Annotated[float, msgspec.Meta(ge=0, le=MOST)] | None = None
 
 
+class LearnedLength(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A length that a proxy has learned, as of `LengthMemory`; by digests of what was asked.
+
+    Attributes:
+        chain: [n] uint64 as bytes, of the template, of each longer prefix and of the prompt.
+        length: of the answer, in tokens.
+        cut: it would have been longer without its ``max_tokens``.
+    """
+
+    model: Digest
+    client: Digest
+    chain: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8 * MOST_CHAIN)]
+    length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    cut: bool
+
+
 class MoveEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How an order to move a request, which named this hop, ended."""
 
@@ -154,6 +176,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
         handles: [n] int64 as bytes, requests whose tokens follow.
         tokens: [n] int64 as bytes, generated so far.
         draining: instances that an operator drains, as the coordinator that it heard last said.
+        learned: lengths of requests that have ended here, for the other proxies.
     """
 
     session: Session
@@ -170,6 +193,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     tokens: Packed = b""
     step_seconds: StepSeconds = 0.0
     draining: Annotated[list[Index], ByInstance] = []
+    learned: Annotated[list[LearnedLength], Lengths] = []
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -218,6 +242,7 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
         whole_please: it has missed a report.
         view: a few times a second, once the coordinator decides.
         refused: why it does not work with this proxy; None if it does.
+        learned: lengths that other proxies have learned.
     """
 
     incarnation: Word
@@ -227,6 +252,7 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
     moves: Annotated[list[MoveOrder], msgspec.Meta(max_length=MOST_ORDERS)] = []
     view: View | None = None
     refused: Text | None = None
+    learned: Annotated[list[LearnedLength], Lengths] = []
 
 
 M = TypeVar("M", bound=Report | Notice)

@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from predictor.live.zmq_sockets import apply_curve, bind_socket, refuse_open_endpoint
 from rescheduler.commands.event_loop import end_when_asked, log_serving, run_server
 from rescheduler.coordination.coordinated_cluster import instances_digest
-from rescheduler.coordination.link import beats, message_socket
+from rescheduler.coordination.link_socket import beats, message_socket
 from rescheduler.coordination.messages import (
     MOST_SESSIONS,
     CoordinationError,

@@ -2,25 +2,27 @@
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from msgspec.structs import replace
 
-from rescheduler.coordination.link import Arrival, Numbering
+from rescheduler.coordination.link import Arrival, Numbering, check_lengths, said
 from rescheduler.coordination.messages import (
     MOST_ANSWERS,
     MOST_ORDERS,
     MOST_REQUESTS,
     MOST_TOKENS,
+    MOST_UNSAID,
     NOWHERE,
     Answer,
     CoordinationError,
     Ended,
+    LearnedLength,
     MoveOrder,
     Notice,
     Record,
@@ -166,6 +168,7 @@ class Shared:
         names: the requests that engines call so: clients of two proxies may choose the same.
         wake: called when there is something to say to a proxy.
         settled: set once proxies have had the time to report what runs.
+        lengths: for each session those that the others have learned, and it has not been told.
     """
 
     incarnation: str
@@ -175,6 +178,7 @@ class Shared:
     clock: Callable[[], float]
     wake: Callable[[], None]
     settled: asyncio.Event
+    lengths: dict["Session", deque[LearnedLength]] = field(default_factory=dict)
 
 
 class Session:
@@ -213,6 +217,7 @@ class Session:
         self.known = self._closed = False
         self._heard = Numbering()
         self._sent = 0
+        self._lengths = shared.lengths[self] = deque[LearnedLength](maxlen=MOST_UNSAID)
         self._answers: list[Answer] = []
         self._booked: list[Mirror | None] = []  # to whom each answer gives a place
         self._new_orders: list[Mirror] = []
@@ -241,6 +246,7 @@ class Session:
                 )
             return
         self.step_seconds, longest = report.step_seconds, self._longest
+        self._pass_on(report.learned)
         here = report.heard if report.incarnation == self._incarnation else 0
         if report.whole:
             listed = {record.handle for record in report.records}
@@ -289,6 +295,7 @@ class Session:
     async def close(self) -> None:
         """Forget the proxy and all of its requests: it is gone."""
         self._closed = True
+        self._shared.lengths.pop(self, None)
         await self.forget_all()
 
     async def forget_all(self) -> None:
@@ -328,6 +335,7 @@ class Session:
             answers=answers,
             moves=[order for order in orders if order is not None],
             view=view,
+            learned=said(self._lengths) if view is not None else [],
         )
         booked, self._booked = self._booked[: len(answers)], self._booked[len(answers) :]
         for mirror in booked:
@@ -343,6 +351,14 @@ class Session:
         """
         if self._cluster.may_leave(instance):
             self._cluster.failed(instance, certain)
+
+    def _pass_on(self, learned: list[LearnedLength]) -> None:
+        """Have the other proxies learn what this one has learned."""
+        check_lengths(learned)
+        believed = [one for one in learned if one.length <= self._longest] if learned else []
+        for session, lengths in self._shared.lengths.items():
+            if session is not self:
+                lengths.extend(believed)
 
     def _take(self, record: Record, heard: int, whole: bool) -> None:
         """Have a request be as reported, unless it is about to get the place that it waits for."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
@@ -14,8 +14,11 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from predictor.past.length_memory import KeyArray, LengthMemory, PastError, Recalled
-from rescheduler.engines.deployment import DeploymentError
+from predictor.live.zmq_sockets import shared_secret
+from predictor.past.length_memory import KeyArray, LengthMemory, PastError, Recalled, kept_chain
+from rescheduler.coordination.coordinated_cluster import instances_digest
+from rescheduler.coordination.messages import MOST_TOKENS, LearnedLength
+from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.proxy_options import PastOptions
 from rescheduler.openai.openai_request import CHAT
 from rescheduler.placement.live_request import LiveRequest
@@ -117,6 +120,18 @@ def _expected(request: LiveRequest, recalled: Recalled) -> int | None:
     return max(1, tokens, request.fewest_tokens)
 
 
+def shared_salt(deployment: Deployment) -> bytes | None:
+    """Return by what the proxies of a deployment with a coordinator make digests; None: no one.
+
+    It is derived from the keys by which they trust each other. Without any, all are on one machine.
+    """
+    if deployment.coordinator is None:
+        return None
+    keys = deployment.keys_folder
+    secret = b"" if keys is None else shared_secret(keys, "watcher")
+    return blake2b(instances_digest(deployment).encode(), key=secret, digest_size=32).digest()
+
+
 class PastForecasts:
     """Learns from the requests of a proxy that end by themselves, and forecasts those that arrive.
 
@@ -125,20 +140,26 @@ class PastForecasts:
 
     Args:
         options: how much is kept, and where.
+        salt: of digests; None: that of the file, or a random one.
 
     Attributes:
         memory: of their lengths.
+        tell: takes what has been learned here, for other proxies with the same salt.
 
     Raises:
         DeploymentError: nothing could be kept where the options say.
     """
 
-    def __init__(self, options: PastOptions) -> None:
+    def __init__(self, options: PastOptions, salt: bytes | None = None) -> None:
         self._path = None if options.file is None else _kept_in(options.file)
-        self.memory = LengthMemory(options.keys)
+        self.memory = LengthMemory(options.keys, salt)
+        self.tell: Callable[[LearnedLength], None] = lambda learned: None
         if self._path is not None and self._path.exists():
             try:
-                self.memory = LengthMemory.load(self._path, options.keys)
+                kept = LengthMemory.load(self._path, options.keys)
+                if salt not in (None, kept.salt):
+                    raise PastError(f"{self._path}: digests by another salt than the other proxies")
+                self.memory = kept
             except (OSError, PastError) as error:
                 logger.warning("proxy.past: begins anew: %s", error)
         self._running: dict[LiveRequest, Recalled] = {}
@@ -177,7 +198,25 @@ class PastForecasts:
         tokens = request.generated_tokens
         if by_itself and tokens and not request.several:
             self.memory.learn(recalled, tokens, request.was_cut)
+            length = min(tokens, MOST_TOKENS)
+            chain = kept_chain(siblings.chain).tobytes()
+            self.tell(
+                LearnedLength(siblings.model, siblings.client, chain, length, request.was_cut)
+            )
             if siblings.told:
+                self._tell(siblings)
+
+    def take(self, learned: Sequence[LearnedLength]) -> None:
+        """Learn what other proxies have."""
+        prompts = dict[int, None]()
+        for one in learned:
+            chain = np.frombuffer(one.chain, dtype=np.uint64)
+            recalled = self.memory.recall(one.model, one.client, chain)
+            self.memory.learn(recalled, one.length, one.cut)
+            prompts[_prompt_key(recalled)] = None
+        for prompt in prompts:
+            siblings = self._siblings.get(prompt)
+            if siblings is not None:
                 self._tell(siblings)
 
     def _tell(self, siblings: _Siblings) -> None:

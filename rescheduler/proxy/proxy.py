@@ -18,7 +18,7 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.planner import Drainer, PlannerLoop
 from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.proxy.migrator import Migrator
-from rescheduler.proxy.past_forecasts import PastForecasts
+from rescheduler.proxy.past_forecasts import PastForecasts, shared_salt
 from rescheduler.proxy.prompt_forecasts import PromptForecasts, expected_lengths
 from rescheduler.proxy.proxy_metrics import ProxyMetrics
 from rescheduler.proxy.request_flow import PassThrough, RequestFlow
@@ -63,7 +63,12 @@ class Proxy:
         orders = (deployed_order(deployment), deployed_shadow_order(deployment))
         by_lengths = any(order is not None and order.needs_lengths for order in orders)
         learns = options.past.keys > 0 and by_lengths
-        self._past = PastForecasts(options.past) if learns else None
+        self._past = None
+        if learns:
+            self._past = PastForecasts(options.past, shared_salt(deployment))
+            if isinstance(cluster, CoordinatedCluster):
+                self._past.tell = cluster.link.lengths.append
+                cluster.link.taught = self._past.take
         self._tracer = create_tracer(options.traces)
         bodies = EngineBodies(shared_secret(keys, "watcher") if keys is not None else None)
         others = [cluster.refused] if isinstance(cluster, CoordinatedCluster) else []

@@ -201,6 +201,7 @@ PLACES = {"instance": WHERE, "source": WHERE, "target": WHERE, "destination": WH
 PACKED = st.lists(st.sampled_from([-1, 0, 1, MOST]), max_size=3).map(
     lambda values: b"".join(one.to_bytes(8, "little", signed=True) for one in values)
 )
+CHAINS = st.sampled_from([bytes(8), bytes(range(16)), bytes(9), b"\xff" * 512])
 REPORTS = structs(
     Report,
     session=st.sampled_from(["victim", "liar", "another"]),
@@ -210,6 +211,7 @@ REPORTS = structs(
     tokens=PACKED,
     draining=st.lists(WHERE, max_size=2),
     avoid=st.lists(WHERE, max_size=3),
+    chain=CHAINS,
     **dict.fromkeys(("id", "name", "external_id"), NAMES),
     **PLACES,
 )
@@ -217,6 +219,7 @@ NOTICES = structs(
     Notice,
     incarnation=st.sampled_from(["c/1", "c/2"]),
     draining=st.lists(st.booleans(), min_size=2, max_size=4),
+    chain=CHAINS,
     **PLACES,
 )
 WAITS = msgspec.structs.replace(
