@@ -25,6 +25,7 @@ from data_collection.vllm_adapter.support import refuse_other_version
 from data_collection.vllm_scheduler import SchedulerPart
 from predictor.live.vllm_scheduler import KnownForecasts
 from predictor.prompts.prompt_predictor import PromptPredictor
+from rescheduler.ordering.engine_past import EnginePast
 from rescheduler.ordering.service_order import Line, Room, read_engine_order
 from rescheduler.step_time.profile import MeanStepTime
 
@@ -43,8 +44,9 @@ _FIRST_MEAN, _MEAN_WEIGHT = 256.0, 0.02
 class EngineOrder(SchedulerPart):
     """Keeps vLLM's queue in the order of service; all else stays vLLM's.
 
-    A waiting request is expected to generate what its prompt suggests, or as much as recently
-    finished requests; a preempted one what was last forecast of it, or what is left of that.
+    A waiting request is expected to generate what its prompt suggests, or what earlier answers to
+    the same prefix do, or as much as recently finished requests; a preempted one what was last
+    forecast of it, or what is left of that.
 
     Raises:
         ValueError: the order is invalid, or vLLM's own policy is another than ``fcfs``.
@@ -66,6 +68,9 @@ class EngineOrder(SchedulerPart):
         if config.prompt_checkpoint is not None:
             self._prompts = PromptPredictor.load(config.prompt_checkpoint)
             self._prompts.warn_of_other_model(name_of(vllm_config.model_config.model), logger)
+        self._past: EnginePast | None = None
+        if self._prompts is None and config.past and self._orders:
+            self._past = EnginePast(config.past)
         self._slots = float(vllm_config.scheduler_config.max_num_seqs)
         self._expected: dict[str, float] = {}
         self._stages = float(vllm_config.parallel_config.pipeline_parallel_size)
@@ -100,9 +105,15 @@ class EngineOrder(SchedulerPart):
     def ended(self, request: Any) -> None:
         """Learn from a request that has ended by itself."""
         self._expected.pop(request.request_id, None)
-        if ended_by_itself(request):
+        by_itself = ended_by_itself(request)
+        cut = str(request.get_finished_reason()) == "length"  # it would have gone on
+        if self._past is not None:
+            try:
+                self._past.ended(request, by_itself, cut)
+            except Exception:  # an engine ends by one
+                logger.exception("nothing is learned from a request")
+        if by_itself:
             more = request.num_output_tokens - self._mean
-            cut = str(request.get_finished_reason()) == "length"  # it would have gone on
             self._mean += _MEAN_WEIGHT * (max(0.0, more) if cut else more)
             self._line.ended(time.monotonic() - arrival(request))
 
@@ -124,6 +135,9 @@ class EngineOrder(SchedulerPart):
         """Return the tokens that each is expected to generate, [n], at least 1."""
         if self._prompts is not None:
             self._forecast(self._prompts, queue)
+        elif self._past is not None:
+            for one in self._new(queue):
+                self._expected[one.request.request_id] = self._by_past(self._past, one.request)
         means = self.scheduler.part(KnownForecasts).means([one.request for one in queue])
         known, learned = self._expected, self._mean
         expected = [known.get(one.request.request_id, learned) - one.generated for one in queue]
@@ -131,13 +145,23 @@ class EngineOrder(SchedulerPart):
         left: npt.NDArray[np.float64] = np.maximum(np.where(np.isnan(means), without, means), 1.0)
         return left
 
-    def _forecast(self, prompts: PromptPredictor, queue: list[QueuedRequest]) -> None:
-        """Forecast those that have come since, a few at a time."""
-        new = [
+    def _new(self, queue: list[QueuedRequest]) -> list[QueuedRequest]:
+        """Return those that have come since, a few at a time."""
+        return [
             one
             for one in queue
             if one.prompt is not None and one.request.request_id not in self._expected
         ][:_FORECAST_AT_ONCE]
+
+    def _by_past(self, past: EnginePast, request: Any) -> float:
+        try:
+            return past.expected(request) or self._mean
+        except Exception:  # it is expected to be like the others
+            logger.exception("a request cannot be forecast by the past")
+            return self._mean
+
+    def _forecast(self, prompts: PromptPredictor, queue: list[QueuedRequest]) -> None:
+        new = self._new(queue)
         if not new:
             return
         try:

@@ -137,17 +137,22 @@ class Boost(_Expected, gamma=POSITIVE, scale=POSITIVE):
         return super().parameters()._replace(gamma=rate, scale=scale)
 
 
+PAST_KEYS, MOST_PAST_KEYS = 1 << 18, 1 << 24
+
+
 class EngineOrderConfig(NamedTuple):
     """The ``order`` part of the ``headway`` section of ``--additional-config``.
 
     Attributes:
         order: of service.
-        prompt_checkpoint: predictor that reads prompts; None: what waits is expected to be like
-            what ended lately.
+        prompt_checkpoint: predictor that reads prompts; None: the past says what is expected.
+        past: prefixes of earlier prompts that are known at most, 32 bytes each; 0: what waits is
+            expected to be like what ended lately.
     """
 
     order: ServiceOrder
     prompt_checkpoint: str | None
+    past: int = PAST_KEYS
 
 
 def read_engine_order(additional_config: Mapping[str, Any]) -> EngineOrderConfig:
@@ -170,13 +175,18 @@ def read_engine_order(additional_config: Mapping[str, Any]) -> EngineOrderConfig
         raise ValueError(
             f"--additional-config, {SECTION}.order.prompt_checkpoint: a folder, not {checkpoint!r}"
         )
+    past = options.pop("past", PAST_KEYS)
+    if type(past) is not int or not 0 <= past <= MOST_PAST_KEYS:
+        raise ValueError(
+            f"--additional-config, {SECTION}.order.past: keys, 0 to {MOST_PAST_KEYS}, not {past!r}"
+        )
     if "fairness" in options:
         raise ValueError(
             f"--additional-config, {SECTION}.order.fairness: an engine does not know who sent its "
             "requests; leave it out here, and give it in the order of the proxy"
         )
     try:
-        return EngineOrderConfig(create_order(**options), checkpoint)
+        return EngineOrderConfig(create_order(**options), checkpoint, past)
     except ValueError as error:
         raise ValueError(f"--additional-config, {SECTION}.order: {error}") from error
 

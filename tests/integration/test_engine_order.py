@@ -51,6 +51,42 @@ def test_what_waits_is_begun_in_order_of_its_length_and_answered_alike(smollm2: 
     assert ordered["left"] == [0, 0]
 
 
+def test_what_waits_is_expected_to_be_answered_as_its_prefix_was(smollm2: Path) -> None:
+    """All may generate as much; of two beginnings one was answered with few tokens before."""
+    generator = np.random.default_rng(0)
+    begins = {kind: generator.integers(1000, 20_000, 48).tolist() for kind in ("long", "short")}
+
+    def ask(kind: str, name: str, tokens: int) -> dict[str, Any]:
+        prompt = [*begins[kind], *generator.integers(1000, 20_000, 8).tolist()]
+        return {"name": f"{kind}-{name}", "prompt": prompt, "max_tokens": tokens}
+
+    lengths = {"long": 60, "short": 3}
+    taught = [ask(kind, f"taught{i}", n) for i in range(4) for kind, n in lengths.items()]
+    places = [ask("long", f"runs{i}", 30) for i in range(8)]
+    waiting = [ask(kind, f"waits{i}", 20) for kind in lengths for i in range(3)]
+    seen: dict[str, Any] = run_forked(
+        serve_waves,
+        str(smollm2),
+        {
+            "scheduler_cls": SCHEDULER,
+            "additional_config": {"headway": {"order": {"name": "shortest"}}},
+        },
+        [
+            {"after": None, "requests": taught},
+            {"after": None, "requests": places},
+            {"after": 4, "requests": waiting},
+        ],
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    assert seen["scheduler"] == "OrderedHeadwayScheduler"
+    steps = seen["first_step"]
+    long, short = ([steps[f"{kind}-waits{i}"] for i in range(3)] for kind in lengths)
+    assert max(short) <= min(long)
+    assert min(short) < max(long)
+    assert len(seen["outputs"]) == len(taught) + len(places) + len(waiting)
+    assert seen["left"] == [0, 0]
+
+
 @pytest.mark.slow
 def test_a_server_needs_two_flags(smollm2: Path, tmp_path: Path) -> None:
     section = {"order": {"name": "boost"}}

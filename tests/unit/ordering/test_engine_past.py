@@ -1,0 +1,132 @@
+"""What an engine's past says of what waits in its queue."""
+
+import logging
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from queued_by_vllm import QueuedByVllm, engine_order, names
+
+from rescheduler.ordering.engine_order import EngineOrder
+from rescheduler.ordering.engine_past import EnginePast, token_keys
+from rescheduler.ordering.service_order import MOST_PAST_KEYS, read_engine_order
+
+SALT = bytes(32)
+PROMPTS = st.lists(st.integers(0, 3), max_size=700)
+
+
+@given(PROMPTS, PROMPTS, PROMPTS)
+def test_prompts_have_keys_in_common_as_far_as_they_begin_alike(
+    begins: list[int], one: list[int], other: list[int]
+) -> None:
+    keys = [token_keys(begins + rest, SALT).tolist() for rest in (one, other)]
+    alike = sum(end <= len(begins) for end in range(16, 256, 16))
+    alike += sum(end <= len(begins) for end in range(256, 4_000, 256))
+    alike = min(alike, *(len(found) - 1 for found in keys))
+    assert keys[0][:alike] == keys[1][:alike]
+    assert (keys[0] == keys[1]) == (one == other)
+    assert (keys[0][-1] == keys[1][-1]) == (one == other)
+
+
+def test_a_long_prompt_is_read_up_to_its_65536th_token() -> None:
+    one, other = ([*[1] * 65_536, *rest] for rest in ([1], [2, 3]))
+    assert token_keys(one, SALT).tolist() == token_keys(other, SALT).tolist()
+    assert len(token_keys([], SALT)) == 1
+
+
+def ended(order: EngineOrder, begins: int, tokens: int, **others: object) -> None:
+    request = asks("ended", begins, **others)
+    request.num_output_tokens = tokens
+    order.ended(request)
+
+
+def asks(name: str, begins: int, **others: object) -> QueuedByVllm:
+    """Return a request whose prompt begins like those with the same number."""
+    request = QueuedByVllm(name, 0, 4_000)
+    generator = random.Random(name)
+    request.prompt_token_ids = [begins] * 64 + [generator.randrange(9) for _ in range(50)]
+    request.num_tokens = 114
+    vars(request).update(others)
+    return request
+
+
+def test_what_waits_is_expected_to_be_answered_as_its_prefix_was() -> None:
+    made = engine_order()
+    for _ in range(10):
+        ended(made, 1, 900)
+        ended(made, 2, 20)
+    made.scheduler.waiting.extend([asks("long", 1), asks("short", 2), asks("longer", 1)])
+    made.before_scheduling()
+    assert names(made) == ["short", "long", "longer"]
+    assert made._expected["short"] < 40 < 600 < made._expected["long"]
+    for request in list(made.scheduler.waiting):
+        made.ended(request)
+    assert made._past is not None
+    assert made._past._recalled == made._expected == {}
+
+
+def test_salts_of_the_cache_and_adapters_keep_lengths_apart() -> None:
+    past = EnginePast(1 << 12)
+    for _ in range(10):
+        request = asks("a", 1, cache_salt="theirs")
+        request.num_output_tokens = 900
+        past.ended(request, by_itself=True, cut=False)
+    assert past.expected(asks("b", 1, cache_salt="theirs")) > 600  # type: ignore[operator]
+    assert past.expected(asks("c", 1, cache_salt="ours")) is None
+    assert past.expected(asks("d", 1)) is None
+
+
+def test_what_others_end_teaches_nothing_and_what_is_cut_would_be_longer() -> None:
+    past = EnginePast(1 << 12)
+    request = asks("a", 1)
+    request.num_output_tokens = 900
+    past.ended(request, by_itself=False, cut=False)
+    assert past.expected(asks("b", 1)) is None
+    request.num_output_tokens = 30
+    for _ in range(10):
+        past.ended(request, by_itself=True, cut=True)
+    expected = past.expected(asks("c", 1))
+    assert expected is not None and expected > 60
+
+
+def test_a_checkpoint_or_no_keys_keeps_nothing() -> None:
+    checkpoint = "checkpoints/smollm2-135m-instruct-prompt"
+    assert engine_order(name="shortest", prompt_checkpoint=checkpoint)._past is None
+    assert engine_order(name="shortest", past=0)._past is None
+    assert engine_order(name="fcfs")._past is None
+    assert engine_order(name="boost", past=1 << 10)._past is not None
+
+
+@pytest.mark.parametrize("keys", [True, -1, 1.5, "many", None, MOST_PAST_KEYS + 1])
+def test_keys_that_cannot_be_are_refused(keys: object) -> None:
+    with pytest.raises(ValueError, match=r"order\.past: keys, 0 to 16777216, not "):
+        read_engine_order({"headway": {"order": {"name": "boost", "past": keys}}})
+
+
+def test_a_request_that_cannot_be_recalled_is_like_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    odd = asks("odd", 1)
+    odd.prompt_token_ids = [2**70]
+    made = engine_order(odd, asks("b", 1), asks("c", 1))
+    with caplog.at_level(logging.ERROR, "vllm.headway.order"):
+        made.before_scheduling()
+        odd.num_output_tokens = 5
+        made.ended(odd)
+    assert made.scheduler.failures == 0
+    assert len(caplog.records) == 2
+    assert sorted(names(made)) == ["b", "c", "odd"]
+    assert made._expected == {"b": 256.0, "c": 256.0}
+
+
+def test_an_order_is_whole_though_few_are_recalled_at_a_time() -> None:
+    requests = [asks(str(i), i % 3) for i in range(150)]
+    made = engine_order(*requests)
+    for known in (64, 128, 150):
+        made._order_at = -math.inf
+        made.before_scheduling()
+        assert len(made._expected) == known
+    assert np.isfinite([*made._expected.values()]).all()
