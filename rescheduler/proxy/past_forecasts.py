@@ -132,6 +132,13 @@ def shared_salt(deployment: Deployment) -> bytes | None:
     return blake2b(instances_digest(deployment).encode(), key=secret, digest_size=32).digest()
 
 
+def _tokens_of_an_answer(request: LiveRequest) -> int:
+    """Return the tokens that a request has generated; of several answers the mean, if counted."""
+    if request.several:
+        return round(request.counted_tokens / request.answers)
+    return request.generated_tokens
+
+
 class PastForecasts:
     """Learns from the requests of a proxy that end by themselves, and forecasts those that arrive.
 
@@ -195,14 +202,13 @@ class PastForecasts:
         del siblings.told[request]
         if not siblings.told:
             del self._siblings[prompt]
-        tokens = request.generated_tokens
-        if by_itself and tokens and not request.several:
-            self.memory.learn(recalled, tokens, request.was_cut)
-            length = min(tokens, MOST_TOKENS)
+        tokens = _tokens_of_an_answer(request)
+        if by_itself and tokens:
+            cut = request.max_tokens is not None and tokens >= request.max_tokens
+            self.memory.learn(recalled, tokens, cut)
             chain = kept_chain(siblings.chain).tobytes()
-            self.tell(
-                LearnedLength(siblings.model, siblings.client, chain, length, request.was_cut)
-            )
+            length = min(tokens, MOST_TOKENS)
+            self.tell(LearnedLength(siblings.model, siblings.client, chain, length, cut))
             if siblings.told:
                 self._tell(siblings)
 

@@ -1,12 +1,14 @@
 """What a proxy learns from requests that end, and whom it tells nothing of it."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_cluster import PROMPT, Cluster, cluster
@@ -169,9 +171,23 @@ def test_a_client_is_expected_to_go_on_as_before() -> None:
 def test_what_did_not_end_by_itself_teaches_nothing() -> None:
     forecasts = PastForecasts(PastOptions())
     live(forecasts, 0, "a")
-    live(forecasts, 900, "a", n=3)
+    live(forecasts, 900, "a", n=3)  # nobody has counted its tokens
     assert forecasts.memory.known == 0
     assert live(forecasts, 3, "a") is None
+
+
+def test_several_answers_teach_their_mean() -> None:
+    forecasts = PastForecasts(PastOptions())
+    for _ in range(20):
+        request = begun(forecasts, "a", n=3)
+        request.was_counted(5, 3 * 40)
+        forecasts.ended(request, by_itself=True)
+    assert live(forecasts, 40, "a") in range(35, 46)
+    for _ in range(20):
+        request = begun(forecasts, "b", n=3, max_tokens=40)
+        request.was_counted(5, 3 * 40)
+        forecasts.ended(request, by_itself=True)
+    assert (live(forecasts, 40, "b") or 0) > 60, "all were cut"
 
 
 def test_requests_with_one_prompt_are_forecast_anew_as_each_ends() -> None:
@@ -292,8 +308,14 @@ async def test_a_proxy_goes_on_after_a_restart(tokenizer: Tokenizer, tmp_path: P
 
 
 @pytest.mark.cluster(order={"name": "shortest"})
-async def test_several_answers_to_one_prompt_teach_nothing(it: Cluster) -> None:
-    assert (await it.post({**ASKED, "n": 2}))[0] == 200
+async def test_several_answers_to_one_prompt_teach_their_mean(it: Cluster) -> None:
+    async def script(http: web.Request) -> web.StreamResponse:
+        usage = {"prompt_tokens": 9, "completion_tokens": 80}
+        return web.json_response({"choices": [], "usage": usage})
+
+    it.set_decodes(script=script)
+    assert (await it.post({**ASKED, "n": 2, "max_tokens": 90}))[0] == 200
     assert it.proxy._past is not None
-    assert it.proxy._past.memory.known == 0
     assert not it.proxy._past._running
+    (own,) = it.proxy._past.memory._clients.values()
+    assert own.mean == pytest.approx(math.log(40))
