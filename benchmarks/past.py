@@ -8,7 +8,8 @@ ServeGen's clients (``servegen_deepseek_r1*.csv.gz``). A figure whose trace is n
 *Rank correlations* are of forecasts with lengths, by Spearman: learnt as the next request arrives,
 and learnt only when as many later ones have arrived as a queue holds. *known* are the requests that
 share more than the first block with an earlier one. *siblings*: the shipped transcripts' answers to
-one prompt, one after the other, once so many others have ended.
+one prompt, one after the other, once so many others have ended; *at*: of a second answer once the
+first has ended or has so many tokens (*ended*: where only what has ended is known).
 
 *Gains*: one instance with as many places as serve so much of the trace's tokens in its time, a step
 of 30 ms, no limit of memory, arrivals spread over the 3 s that the trace rounds them to, and a
@@ -55,6 +56,7 @@ SERVEGEN_REQUESTS = 60_000
 QUEUED = 200
 MILLION = 1 << 20
 TRANSCRIPTS = Path(__file__).parents[1] / "transcripts" / "smollm2-135m-instruct"
+AGES = (80, 320)
 MOST_ENDED = 2
 """Fewer than 300 prompts have more answers than three."""
 
@@ -187,10 +189,35 @@ def siblings() -> dict[str, float]:
             recalled = memory.recall(1, 1, np.frombuffer(prompt, dtype=np.uint64))
             rows.setdefault(ended, []).append((recalled.length.mean, math.log(length)))
             memory.learn(recalled, length)
-    found = {}
+    found = running_siblings(several)
     for ended in range(MOST_ENDED + 1):
         found[f"rank_correlation_siblings_{ended}_ended"] = correlation(*np.array(rows[ended]).T)
         found[f"requests_siblings_{ended}_ended"] = float(len(rows[ended]))
+    return found
+
+
+def running_siblings(several: list[tuple[bytes, list[int]]]) -> dict[str, float]:
+    """Return those of second answers, as the first ones have ended or have so many tokens."""
+    found = {}
+    for age in AGES:
+        memory, generator = LengthMemory(salt=bytes(32)), np.random.default_rng(0)
+        rows = []
+        for i in generator.permutation(len(several)).tolist():
+            prompt, lengths = several[i]
+            first, second = generator.permutation(lengths)[:2].tolist()
+            chain = np.frombuffer(prompt, dtype=np.uint64)
+            before = memory.recall(1, 1, chain)
+            if first <= age:
+                memory.learn(before, first)
+            known = memory.recall(1, 1, chain)
+            beside = known if first <= age else known.beside(age, 0)
+            rows.append((known.length.mean, beside.length.mean, math.log(second)))
+            if first > age:
+                memory.learn(before, first)
+            memory.learn(beside, second)
+        ended, beside_it, length = np.array(rows).T
+        found[f"rank_correlation_siblings_at_{age}_ended"] = correlation(ended, length)
+        found[f"rank_correlation_siblings_at_{age}"] = correlation(beside_it, length)
     return found
 
 

@@ -42,6 +42,7 @@ WAYS = 16
 MOST_CHAIN = 64
 """Keys of a request that are kept: of a longer chain the first 16 and the last 48."""
 MOST_CLIENTS = 4_096
+MOST_KEYS = 1 << 24
 _SETS_AT_ONCE = 1 << 13
 """Sets of the table, 4 MiB, that are copied at a time."""
 _FIRST = 16
@@ -211,6 +212,20 @@ class Recalled(NamedTuple):
     client: int
     owner: int
     trail: KeyArray
+
+    def beside(self, running: int, ended: int) -> "Recalled":
+        """Return what is recalled where another request with the same prompt runs.
+
+        It counts like one that has ended, with the length that is expected beyond its tokens.
+
+        Args:
+            running: tokens that it has, at least 1; of several, the most.
+            ended: requests with that prompt that have ended meanwhile.
+        """
+        beyond, _ = self.length.beyond(float(min(running, LONGEST)))
+        n = SHRINKAGE + ended
+        mean = (n * self.length.mean + beyond) / (n + 1)
+        return self._replace(length=self.length._replace(mean=mean))
 
 
 class _Client(msgspec.Struct, array_like=True):
@@ -414,11 +429,11 @@ class LengthMemory:
             OSError: the file cannot be read.
             PastError: it does not hold a memory of lengths, or is too large for so many keys.
         """
-        most = max(keys, 1 << 20) * 2 * ENTRY.itemsize + (1 << 20)
+        most = max(keys, MOST_KEYS) * ENTRY.itemsize + (1 << 20)
         if not path.is_file():
             raise PastError(f"{path}: not a regular file")
         if path.stat().st_size > most:
-            raise PastError(f"{path}: larger than {most} bytes: no memory of {keys} keys")
+            raise PastError(f"{path}: larger than {most} bytes: no memory of lengths")
         try:
             kept = msgspec.msgpack.decode(path.read_bytes(), type=_Kept)
             entries = np.frombuffer(kept.entries, dtype=ENTRY)
@@ -432,7 +447,7 @@ class LengthMemory:
         memory = cls(keys, kept.salt)
         memory._number = kept.number
         memory._put(entries)
-        for one in kept.clients:
+        for one in {one.key: one for one in kept.clients}.values():
             own = memory._clients[one.key] = _Client(one.model, one.count, one.mean, one.error)
             memory._count(own, 1.0)
         return memory

@@ -4,7 +4,8 @@ import logging
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ _ANEW = 20
 
 
 class LatelyEnded:
-    """The lengths of the last 1,000 requests, for those of which no engine has said anything yet.
+    """The lengths of 1,000 late requests, for those of which no engine has said anything yet.
 
     Of requests with a forecast from their prompt, the ratio of actual to expected tokens is kept in
     place of the number. A request that ended at its ``max_tokens`` would have gone on: the curve is
@@ -46,11 +47,11 @@ class LatelyEnded:
         tokens = request.generated_tokens
         if tokens < 1:
             return
-        cut = request.was_cut
-        self._as_they_ended.add(float(tokens), cut=False)
-        self._tokens.add(float(tokens), cut)
+        cut, owner = request.was_cut, request.account.name
+        self._as_they_ended.add(float(tokens), cut=False, owner=owner)
+        self._tokens.add(float(tokens), cut, owner)
         if request.expected_tokens is not None:
-            self._ratios.add(tokens / max(1, request.expected_tokens), cut)
+            self._ratios.add(tokens / max(1, request.expected_tokens), cut, owner)
 
     def knows(self, request: Placeable, forecasts: LiveForecasts) -> bool:
         """Return whether what is expected of a request is more than an assumption."""
@@ -129,6 +130,33 @@ def _left(request: Placeable) -> float:
     return float("inf") if most is None else float(max(1, most - request.generated_tokens))
 
 
+class _Latest:
+    """The latest values, at most 1,000: one more takes the place of the oldest of who has most.
+
+    So whoever ends many requests takes no others' place.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[Hashable, deque[float]] = {}
+        self._n = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __iter__(self) -> Iterator[float]:
+        return chain.from_iterable(self._of.values())
+
+    def add(self, value: float, owner: Hashable) -> None:
+        self._of.setdefault(owner, deque()).append(value)
+        self._n += 1
+        if self._n > _KEPT:
+            most = max(self._of, key=lambda one: len(self._of[one]))
+            self._of[most].popleft()
+            self._n -= 1
+            if not self._of[most]:
+                del self._of[most]
+
+
 class _Curve:
     """The Kaplan-Meier curve of the latest values: of those that ended, and of those that were cut.
 
@@ -136,8 +164,7 @@ class _Curve:
     """
 
     def __init__(self) -> None:
-        self._ended: deque[float] = deque(maxlen=_KEPT)
-        self._cut: deque[float] = deque(maxlen=_KEPT)
+        self._ended, self._cut = _Latest(), _Latest()
         self._ascending: list[float] | None = None  # of those that were cut
         self._drawn: KaplanMeierCurve | None = None
         self._unseen = 0
@@ -151,8 +178,8 @@ class _Curve:
         as_large = len(self._cut) - bisect_left(self._ascending, most)
         return len(self._ended) + as_large >= _FEWEST
 
-    def add(self, value: float, cut: bool) -> None:
-        (self._cut if cut else self._ended).append(value)
+    def add(self, value: float, cut: bool, owner: Hashable) -> None:
+        (self._cut if cut else self._ended).add(value, owner)
         self._ascending = None
         self._unseen += 1
         if self._unseen >= _ANEW:

@@ -18,6 +18,10 @@ _PRIOR = 4.0
 _LEAST_CORRECTION, _MOST_CORRECTION = 0.5, 64.0
 
 
+OTHERS = "others"
+"""Account of all clients that have none of their own, since the table is full."""
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Account:
     """Whoever requests are for, and what they have had, in prompt tokens over its weight.

@@ -10,14 +10,13 @@ from statistics import median, median_low
 
 from rescheduler.engines.proxy_options import AccountOptions
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
-from rescheduler.placement.account import AcceptedKeys, Account, Group
+from rescheduler.placement.account import OTHERS, AcceptedKeys, Account, Group
 from rescheduler.placement.placeable import Placeable, R
 
 _MOST_ACCOUNTS = 1024
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
 _LEAST_COST = 0.1
 """Of a place, as a share of a mean request."""
-_OTHERS = "others"
 _CHARGE_SECONDS = 0.1
 _BREAKS = 1.0
 """Strictness of an account's promises from which on none of them is a reason to go first."""
@@ -90,7 +89,7 @@ class Accounts:
         account = self._accounts.get(name)
         if account is None:
             if len(self._accounts) >= _MOST_ACCOUNTS and not self._forget():
-                return self.named(_OTHERS) if name != _OTHERS else self._add(name)
+                return self.named(OTHERS) if name != OTHERS else self._add(name)
             account = self._add(name)
         self._accounts.move_to_end(name)
         return account

@@ -3,37 +3,48 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Raw
 
 from predictor.live.zmq_sockets import shared_secret
-from predictor.past.length_memory import KeyArray, LengthMemory, PastError, Recalled, kept_chain
+from predictor.past.length_memory import (
+    KeyArray,
+    LengthMemory,
+    PastError,
+    Recalled,
+    kept_chain,
+)
 from rescheduler.coordination.coordinated_cluster import instances_digest
 from rescheduler.coordination.messages import MOST_TOKENS, LearnedLength
 from rescheduler.engines.deployment import Deployment, DeploymentError
 from rescheduler.engines.proxy_options import PastOptions
 from rescheduler.openai.openai_request import CHAT
+from rescheduler.placement.account import OTHERS
 from rescheduler.placement.live_request import LiveRequest
 
 logger = logging.getLogger("headway.serve")
 
-_TEMPLATE = ("tools", "tool_choice", "response_format")
+_TEMPLATE = (
+    *("tools", "tool_choice", "response_format", "structured_outputs"),
+    *("reasoning_effort", "chat_template_kwargs", "stop"),
+)
+"""Fields beside the system's messages that say how answers are to be."""
 _PIECE = 2_048
 """Bytes of a prompt after which it has one more key: about 512 tokens."""
 _MOST_BYTES, _MOST_MESSAGES = 1 << 20, 4_096
 _MOST_TEMPLATE_BYTES = 256 << 10  # of each field
 _MOST_NAMES = 4_096
 _SAVED_SECONDS = 300.0
-_MOST_SIBLINGS = 256
-"""Requests of one prompt that are told at once when another one of these has ended."""
+_MOST_SIBLINGS = 64
+"""Requests of one prompt that are told at once when another one of these has ended, in turn."""
 
 
 class _Message(msgspec.Struct):
@@ -47,7 +58,8 @@ _messages = msgspec.json.Decoder(list[Raw])
 def prefix_keys(body: Mapping[str, Raw], salt: bytes, chat: bool) -> KeyArray:
     """Return keys of a request's template, of each longer prefix of its prompt, and of the prompt.
 
-    The template is its tools, the form of its answer and the system's messages before all others.
+    The template is its tools, the form and the effort of its answer, and the system's messages
+    before all others.
     They are digests by the salt, 64 bits each, of what the client sent: no text can be read from
     them. Of a prompt of more than 1 MiB the first is read, of tools and the like 256 KiB.
     """
@@ -98,13 +110,20 @@ def _kept_in(file: str) -> Path:
     return path
 
 
-class _Siblings(NamedTuple):
-    """Requests of one client with the same prompt that have not ended, and what they were told."""
+@dataclass(slots=True)
+class _Siblings:
+    """Requests of one client with the same prompt.
+
+    Attributes:
+        told: those that have not ended, and what they were told.
+        ended: others that have, meanwhile.
+    """
 
     model: int
     client: int
     chain: KeyArray
     told: dict[LiveRequest, int | None]
+    ended: int = 0
 
 
 def _prompt_key(recalled: Recalled) -> int:
@@ -112,9 +131,19 @@ def _prompt_key(recalled: Recalled) -> int:
     return int(recalled.trail[-2])
 
 
+def _beside(recalled: Recalled, siblings: _Siblings) -> Recalled:
+    """Return what is recalled, where others with the same prompt run."""
+    some = islice(siblings.told, _MOST_SIBLINGS)
+    longest = max((one.generated_tokens for one in some), default=0)
+    return recalled.beside(longest, siblings.ended) if longest else recalled
+
+
 def _expected(request: LiveRequest, recalled: Recalled) -> int | None:
-    """Return the tokens that an answer is expected to have; None if its client is new."""
-    if recalled.requests == 0:
+    """Return the tokens that an answer is expected to have; None if its client is new.
+
+    Of very many clients some are forgotten, and their prefixes known.
+    """
+    if recalled.requests == 0 and recalled.known == 0:
         return None
     tokens = round(recalled.length.expected(request.max_tokens or inf))
     return max(1, tokens, request.fewest_tokens)
@@ -158,22 +187,39 @@ class PastForecasts:
     """
 
     def __init__(self, options: PastOptions, salt: bytes | None = None) -> None:
+        self._options = options
         self._path = None if options.file is None else _kept_in(options.file)
         self.memory = LengthMemory(options.keys, salt)
         self.tell: Callable[[LearnedLength], None] = lambda learned: None
         if self._path is not None and self._path.exists():
-            try:
-                kept = LengthMemory.load(self._path, options.keys)
-                if salt not in (None, kept.salt):
-                    raise PastError(f"{self._path}: digests by another salt than the other proxies")
-                self.memory = kept
-            except (OSError, PastError) as error:
-                logger.warning("proxy.past: begins anew: %s", error)
+            self.memory = self._kept(self._path, salt) or self.memory
         self._running: dict[LiveRequest, Recalled] = {}
         self._siblings: dict[int, _Siblings] = {}
         self._key = lru_cache(_MOST_NAMES)(self._digest)
         self._failed = False
         self._compile()
+
+    def _kept(self, path: Path, salt: bytes | None) -> LengthMemory | None:
+        """Return what a file has; one that cannot be used is kept beside what will be written."""
+        try:
+            kept = LengthMemory.load(path, self._options.keys)
+            if salt in (None, kept.salt):
+                return kept
+            reason = f"{path}: digests by another salt than the other proxies'"
+        except PastError as error:
+            reason = str(error)
+        except OSError as error:
+            logger.warning("proxy.past: begins anew, and keeps nothing: %s", error)
+            self._path = None
+            return None
+        other = path.with_name(f"{path.name}.refused")
+        logger.warning("proxy.past: begins anew: %s; it is %s now", reason, other.name)
+        try:
+            path.replace(other)
+        except OSError as error:
+            logger.warning("proxy.past: keeps nothing: %s", error)
+            self._path = None
+        return None
 
     def expected(self, request: LiveRequest) -> int | None:
         """Return the tokens that an answer is expected to have; None if its client is new.
@@ -181,13 +227,14 @@ class PastForecasts:
         It is learnt from when it ends.
         """
         client = request.client
-        if client.direct == "path":  # not all of these generate anything
-            return None
+        if client.direct == "path" or request.account.name == OTHERS:
+            return None  # not all of these generate anything, or are of one client
         model, owner = self._key("model", request.model), self._key("client", request.account.name)
         chain = prefix_keys(client.body, self.memory.salt, client.path == CHAT)
         recalled = self.memory.recall(model, owner, chain)
         prompt = _prompt_key(recalled)
         siblings = self._siblings.setdefault(prompt, _Siblings(model, owner, chain, {}))
+        recalled = _beside(recalled, siblings)
         self._running[request] = recalled
         tokens = siblings.told[request] = _expected(request, recalled)
         return tokens
@@ -206,6 +253,7 @@ class PastForecasts:
         if by_itself and tokens:
             cut = request.max_tokens is not None and tokens >= request.max_tokens
             self.memory.learn(recalled, tokens, cut)
+            siblings.ended += 1
             chain = kept_chain(siblings.chain).tobytes()
             length = min(tokens, MOST_TOKENS)
             self.tell(LearnedLength(siblings.model, siblings.client, chain, length, cut))
@@ -223,22 +271,28 @@ class PastForecasts:
         for prompt in prompts:
             siblings = self._siblings.get(prompt)
             if siblings is not None:
+                siblings.ended += 1
                 self._tell(siblings)
 
     def _tell(self, siblings: _Siblings) -> None:
-        """Forecast requests anew whose prompt has just been answered once more.
+        """Forecast some of the requests anew whose prompt has just been answered once more.
 
-        Those of which a prompt predictor said something else keep that.
+        Those of which a prompt predictor said something else keep that. So do those that run: of
+        answers to one prompt the short ones end first, and say nothing of those that have outlived
+        them.
         """
-        recalled = self.memory.recall(*siblings[:3])
+        recalled = self.memory.recall(siblings.model, siblings.client, siblings.chain)
+        recalled = _beside(recalled, siblings)
         expected: dict[tuple[int | None, int], int | None] = {}  # most are alike
         for request, told in [*islice(siblings.told.items(), _MOST_SIBLINGS)]:
-            if request.expected_tokens == told:
+            del siblings.told[request]
+            if not request.generated_tokens and request.expected_tokens == told:
                 limits = request.max_tokens, request.fewest_tokens
                 if limits not in expected:
                     expected[limits] = _expected(request, recalled)
-                request.expected_tokens = siblings.told[request] = expected[limits]
+                request.expected_tokens = told = expected[limits]
                 self._running[request] = recalled
+            siblings.told[request] = told  # the others have their turn first
 
     async def run(self) -> None:
         """Keep what is known in the file every five minutes, forever."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from contextlib import ExitStack
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -163,31 +164,29 @@ class Proxy:
         Raises:
             RequestRefusedError: there is no room for it any more.
         """
-        past = None if self._past is None else self._past.expected(request)
+        if self._past is not None:
+            request.expected_tokens = self._past.expected(request)
+        source = "none" if request.expected_tokens is None else "past"
         if self._forecasts is not None:
             account = request.account.name
-            request.expected_tokens = await self._forecasts.expected(request.client, account)
+            by_prompt = await self._forecasts.expected(request.client, account)
+            if by_prompt is not None:  # else as of the past, which may have been told anew
+                request.expected_tokens, source = by_prompt, "prompt"
             self.cluster.dispatcher.admit(request.account)  # others may have come meanwhile
             if request.background:
                 self.cluster.dispatcher.admit_background(request.account)
-        source = "none" if past is None else "past"
-        if request.expected_tokens is not None:
-            source = "prompt"
-        else:
-            request.expected_tokens = past
         self.metrics.length_forecasts.labels(source).inc()
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
-        try:
-            if self._past is not None:
-                self._past.ended(request, outcome == "ok")
+        with ExitStack() as ends:  # each of them, though another fails
+            ends.callback(self.cluster.ended, request, outcome == "ok")
             if self.reports is not None:
-                self.reports.ended(request, outcome == "ok")
-        finally:
-            self.cluster.ended(request, outcome == "ok")
+                ends.callback(self.reports.ended, request, outcome == "ok")
+            if self._past is not None:
+                ends.callback(self._past.ended, request, outcome == "ok")
         if self.trace_writer is not None:
             client = self.cluster.accounts.keys.digest(request.account.name)
             self.trace_writer.ended(request, outcome, client[:_CLIENT_DIGITS])

@@ -17,6 +17,7 @@ from rescheduler.finish_times.lengths import Arrivals, FirstTokens, LatelyEnded,
 from rescheduler.finish_times.load_ahead import ANYWHERE, STEPS, LoadAhead, Queue, load_ahead
 from rescheduler.finish_times.promises import Promises
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.placement.account import Account
 from rescheduler.placement.live_forecasts import LiveForecasts
 from rescheduler.placement.placeable import Placeable
 
@@ -188,6 +189,30 @@ def test_health_checks_of_one_token_do_not_teach_that_answers_have_one() -> None
     for i in range(2_000):
         lengths.ended(ended(f"check-{i}", 1, most=1))
     assert lengths.quantiles(new, forecasts, (0.1, 0.5, 0.9)) == before
+
+
+@pytest.mark.parametrize("rare", [2, 10])
+def test_a_client_that_ends_many_requests_takes_no_others_place(rare: int) -> None:
+    lengths, forecasts = LatelyEnded(), LiveForecasts(None)
+    generator = np.random.default_rng(0)
+
+    def end(client: str, tokens: int) -> None:
+        one = ended(client, tokens)
+        one.account, one.expected_tokens = Account(client), 200
+        lengths.ended(one)
+
+    for _ in range(600):
+        end("honest", int(generator.integers(100, 400)))
+    new = Placeable("new", expected_tokens=200)
+    before = lengths.quantiles(new, forecasts, (0.3, 0.7))
+    for i in range(5_000):
+        end("liar", 100_000 if i % rare == 0 else 1)
+    assert len([*lengths._ratios._ended]) == 1_000
+    own = [ratio for ratio in lengths._ratios._ended if 0.5 <= ratio <= 2.0]
+    assert len(own) == 500
+    assert before[0] > 150
+    end("another", 300)
+    assert len([*lengths._ratios._ended]) == 1_000
 
 
 def test_an_answer_that_was_cut_says_only_that_answers_are_as_long() -> None:

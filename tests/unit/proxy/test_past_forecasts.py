@@ -20,6 +20,7 @@ from rescheduler.engines.deployment import DeploymentError
 from rescheduler.engines.proxy_options import PastOptions
 from rescheduler.openai.openai_request import CHAT, COMPLETIONS
 from rescheduler.openai.request_reader import read_request
+from rescheduler.placement.account import OTHERS
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 from rescheduler.proxy import past_forecasts
@@ -234,6 +235,108 @@ def test_of_many_siblings_so_many_are_forecast_at_once(monkeypatch: pytest.Monke
     assert sum(one.expected_tokens is not None for one in others) == 3
 
 
+def test_all_that_wait_are_told_in_turn_though_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past_forecasts, "_MOST_SIBLINGS", 4)
+    forecasts = PastForecasts(PastOptions())
+    running = [begun(forecasts, "a") for _ in range(20)]
+    waiting = [begun(forecasts, "a") for _ in range(20)]
+    for request in running:
+        request.reported(5, 1)
+    for request in running[:10]:
+        end(forecasts, request, 9)
+    assert all(one.expected_tokens is not None for one in waiting)
+
+
+def test_answers_that_end_first_say_nothing_of_those_that_outlive_them() -> None:
+    forecasts = PastForecasts(PastOptions())
+    for _ in range(20):
+        live(forecasts, 600, "a", prompt="?")
+    running, waits = begun(forecasts, "a"), begun(forecasts, "a")
+    first = running.expected_tokens or 0
+    assert first > 400
+    running.reported(5, 500)
+    for _ in range(4):
+        live(forecasts, 60, "a")
+    assert running.expected_tokens == first
+    assert waits.expected_tokens is not None
+    one_that_runs = waits.expected_tokens
+    forecasts.ended(running, by_itself=False)
+    live(forecasts, 60, "a")
+    assert waits.expected_tokens < one_that_runs * 0.8, "it has outlived the others"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"reasoning_effort": "high"},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"stop": ["."]},
+    ],
+)
+def test_what_sets_the_length_of_answers_is_part_of_the_template(field: dict[str, Any]) -> None:
+    forecasts = PastForecasts(PastOptions())
+    for _ in range(20):
+        live(forecasts, 1500, "a", **field)
+        live(forecasts, 10, "a")
+    assert (live(forecasts, 10, "a") or 0) < 100 < 800 < (live(forecasts, 10, "a", **field) or 0)
+
+
+def test_of_more_clients_than_are_kept_the_prefixes_are_known() -> None:
+    forecasts = PastForecasts(PastOptions())
+    for _ in range(30):
+        live(forecasts, 900, "a")
+    for i in range(length_memory.MOST_CLIENTS):
+        live(forecasts, 5, f"other {i}", prompt="?")
+    assert (live(forecasts, 5, "a") or 0) > 500
+    assert live(forecasts, 5, "new") is None
+
+
+def test_clients_that_share_an_account_are_told_nothing_of_each_other() -> None:
+    forecasts = PastForecasts(PastOptions())
+    live(forecasts, 900, OTHERS)
+    assert live(forecasts, 900, OTHERS) is None
+    assert forecasts.memory.known == 0
+
+
+@pytest.mark.parametrize("content", [b"no memory", b"model: mine\n"])
+def test_a_file_of_something_different_is_kept(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "past"
+    file.write_bytes(content)
+    PastForecasts(PastOptions(file=str(file))).close()
+    assert (tmp_path / "past.refused").read_bytes() == content
+    assert "it is past.refused now" in caplog.text
+    assert LengthMemory.load(file).known == 0
+
+
+def test_a_file_that_cannot_be_read_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "past"
+    PastForecasts(PastOptions(keys=64, file=str(file))).close()
+    before = file.read_bytes()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (_ for _ in ()).throw(OSError(5, "disk")))
+    forecasts = PastForecasts(PastOptions(keys=64, file=str(file)))
+    monkeypatch.undo()
+    live(forecasts, 900, "a")
+    forecasts.close()
+    assert file.read_bytes() == before
+    assert "keeps nothing" in caplog.text
+
+
+def test_fewer_keys_keep_as_much_of_a_file_as_fits(tmp_path: Path) -> None:
+    file = str(tmp_path / "past")
+    forecasts = PastForecasts(PastOptions(keys=1 << 12, file=file))
+    for i in range(1_000):
+        live(forecasts, 900, "a", prompt=str(i))
+    forecasts.close()
+    fewer = PastForecasts(PastOptions(keys=64, file=file))
+    assert 40 < fewer.memory.known <= 64
+    assert (live(fewer, 5, "a") or 0) > 500
+
+
 def test_a_broken_file_does_not_keep_a_proxy_from_starting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,6 +385,30 @@ async def test_a_forecast_from_the_prompt_goes_before_the_past(it: Cluster) -> N
     for _ in range(2):
         assert (await it.post(ASKED))[0] == 200
     assert await sources(it) == {"prompt": 2, "past": 0, "none": 0}
+
+
+@pytest.mark.cluster(order={"name": "boost"}, prompt_checkpoint=CHECKPOINT)
+async def test_what_ends_while_a_prompt_is_forecast_counts(
+    it: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past, predictor = it.proxy._past, it.proxy._forecasts
+    assert past is not None
+    assert predictor is not None
+    first = begun(past, "127.0.0.1")
+
+    async def too_slow(client: Any, account: str) -> None:
+        end(past, first, 1500)
+
+    monkeypatch.setattr(predictor, "expected", too_slow)
+    asked = read_request(COMPLETIONS, json.dumps({**ASKED, "max_tokens": 2000}).encode())
+    waits = it.proxy.new_request(asked, None, {})
+    waits.account = it.proxy.cluster.accounts.named("127.0.0.1")
+    first.account.name = "127.0.0.1"
+    await it.proxy.forecast(waits)
+    assert (waits.expected_tokens or 0) > 500
+    assert (await sources(it))["past"] == 0, "nothing was known as it came"
+    live(past, 4, "127.0.0.1", max_tokens=2000)
+    it.proxy.request_ended(waits, "cancelled")
 
 
 @pytest.mark.parametrize(
