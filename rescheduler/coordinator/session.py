@@ -31,10 +31,16 @@ from rescheduler.coordination.messages import (
     View,
 )
 from rescheduler.openai.openai_request import RequestRefusedError
+from rescheduler.ordering.fairness import OUTPUT_WEIGHT
 from rescheduler.placement.account import Account
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.placeable import Decision, MoveOutcome, Placeable, Placements
+from rescheduler.placement.placeable import (
+    Decision,
+    MoveOutcome,
+    Placeable,
+    Placements,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -522,7 +528,10 @@ class Session:
                 mirror.counted_tokens = ended.generated_tokens
             else:  # of an answer that comes as a whole only its engine knows, by telemetry
                 mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
-            mirror.refused, mirror.counted = ended.refused, ended.counted
+            mirror.refused = ended.refused
+            if ended.counted is not None:
+                most = (1 + OUTPUT_WEIGHT) * self._longest * mirror.answers
+                mirror.counted = min(ended.counted, most)
             possible = mirror.generated_tokens <= self._longest
             self._forget(mirror, ended.by_itself and possible)
 

@@ -62,9 +62,16 @@ class Account:
 
         What runs is part of what it has had: otherwise it would be ahead by that after each pause.
         """
+        self.come_up(group, virtual_time)
+        self.begun_at[group] = max(self.begun_at.get(group, 0.0), virtual_time)
+
+    def come_up(self, group: Group, virtual_time: float) -> None:
+        """Have no claim to what others had until then, while its requests wait.
+
+        Unlike after a pause, what its running requests were charged too much is given back.
+        """
         settled = self.settled.get(group, 0.0)
         self.settled[group] = max(settled, virtual_time - self._running(group))
-        self.begun_at[group] = max(self.begun_at.get(group, 0.0), virtual_time)
 
     def _running(self, group: Group) -> float:
         if len(self.settled) == 1 and group in self.settled:  # as of nearly all

@@ -15,7 +15,7 @@ from rescheduler.placement.placeable import Placeable, R
 
 _MOST_ACCOUNTS = 1024
 _FIRST_SERVICE, _LEARNS = 500.0, 0.02
-_LEAST_COST = 0.1
+_LEAST_COST = 50.0
 """Of a place, as a share of a mean request."""
 _CHARGE_SECONDS = 0.1
 _BREAKS = 1.0
@@ -132,7 +132,7 @@ class Accounts:
         """Note that others got places for which these do not fit: they have no claim to those."""
         for request in requests:
             virtual_time = self.virtual_times.get(request.group, 0.0)
-            request.account.lift(request.group, virtual_time)
+            request.account.come_up(request.group, virtual_time)
 
     def could_not_go(
         self,
@@ -166,16 +166,22 @@ class Accounts:
         behind = before - min(one.account.served(group) for one in first)
         if behind > 0.0:
             for request in rivals:
-                request.account.lift(group, request.account.served(group) + behind)
+                request.account.come_up(group, request.account.served(group) + behind)
 
     def placed(self, request: Placeable, for_prefill: bool = False) -> None:
-        """Charge a request that gets a place, with what it is expected to take."""
+        """Charge a request that gets a place, with what it is expected to take.
+
+        A prefill is no sign of how far accounts are that have their turn: where others wait for
+        nothing but a decode instance, one that is far ahead may be prefilled.
+        """
         request.had_decode_place = request.had_decode_place or not for_prefill
         charges = request.account.charges
         if request not in charges:
-            group = request.group = self.group_of(request.model)
-            settled = request.account.settled.setdefault(group, 0.0)
-            self.virtual_times[group] = max(self.virtual_times.get(group, 0.0), settled)
+            request.group = self.group_of(request.model)
+        settled = request.account.settled.setdefault(request.group, 0.0)
+        if not for_prefill:
+            virtual_time = self.virtual_times.get(request.group, 0.0)
+            self.virtual_times[request.group] = max(virtual_time, settled)
         length = request.foreseen_tokens * request.account.correction
         if request.max_tokens is not None:
             length = min(length, float(request.max_tokens))
@@ -206,7 +212,7 @@ class Accounts:
             return
         service = self.cost(request)
         if request.counted is not None:
-            service = max(request.counted, self._least_cost)
+            service = max(request.counted, _LEAST_COST)
         elif request.had_decode_place and (request.several or not request.generated_tokens):
             service = max(service, charged)
         if request.refused:
@@ -243,17 +249,12 @@ class Accounts:
         return prompt + OUTPUT_WEIGHT * (request.generated_tokens + more_tokens)
 
     def cost(self, request: Placeable, more_tokens: float = 0.0) -> float:
-        """Return what a request is charged for that: as a tenth of a mean request at least.
+        """Return what a request is charged for that: as 50 tokens at least.
 
         A place costs more than its tokens: it is prefilled, and passed on. Otherwise requests of
-        one token would be free, and whoever sends enough of them would have all places. But it does
-        not cost more where others send long ones.
+        one token would be free, and whoever sends enough of them would have all places.
         """
-        return max(self.service(request, more_tokens), self._least_cost)
-
-    @property
-    def _least_cost(self) -> float:
-        return _LEAST_COST * min(self.mean_service, _FIRST_SERVICE)
+        return max(self.service(request, more_tokens), _LEAST_COST)
 
     def may_wait(self, account: Account, pool: int) -> bool:
         """Return whether one more request of an account may wait where a pool is full.

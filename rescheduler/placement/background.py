@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Generic
 
@@ -75,6 +75,8 @@ class Background(Generic[R]):
         self._latest: dict[InstanceState, tuple[R, float]] = {}  # until it has begun
         self._rests_until: dict[InstanceState, float] = {}
         self._wanted: set[InstanceState] = set()
+        # In the last look there was no room for these, and others were not looked at.
+        self._passed: dict[bool, set[Account]] = {False: set(), True: set()}
         self._failed = False
 
     def began(self, request: R, instance: InstanceState) -> None:
@@ -143,12 +145,17 @@ class Background(Generic[R]):
             return
         waiting = self._pool.in_order(waiting, self._clock(), self._longest)[0]
         misfits: dict[Account, R] = {}
+        passed = self._passed[places is self._pool.for_prefill]
         for _ in range(_MOST_AT_ONCE):
-            for request in _firsts(waiting, misfits):
+            for request in _firsts(waiting, misfits, passed):
                 if takes(request):
                     break
                 misfits[request.account] = request
             else:
+                if len(misfits) == _LOOKED_AT:
+                    passed.update(misfits)
+                else:  # that was the last of the line: all have their turn again
+                    passed.clear()
                 return
             self._pool.accounts.passed_over(misfits.values())
             waiting.remove(request)
@@ -223,13 +230,15 @@ class Background(Generic[R]):
         return [one for one, has_room in zip(shown, left, strict=True) if has_room]
 
 
-def _firsts(waiting: Sequence[R], without: Mapping[Account, R]) -> list[R]:
+def _firsts(
+    waiting: Sequence[R], without: Mapping[Account, R], passed: Container[Account]
+) -> list[R]:
     """Return the first request of each other account: one without room holds back no client."""
     firsts: dict[Account, R] = {}
     for request in waiting:
         if len(firsts) + len(without) == _LOOKED_AT:
             break
-        if request.account not in without:
+        if request.account not in without and request.account not in passed:
             firsts.setdefault(request.account, request)
     return list(firsts.values())
 

@@ -477,6 +477,7 @@ class PassThrough:
         more = min(generated, most) - read
         if more > 0 and request.counted is None:
             request.counted = self._flow.accounts.service(request, more)
+            request.counted_tokens = round(read + more)
 
     async def _open(
         self, request: LiveRequest, instance: InstanceState, span: Span

@@ -36,6 +36,7 @@ from rescheduler.coordination.messages import (
 from rescheduler.coordinator.coordinator import Sessions
 from rescheduler.coordinator.session import Session
 from rescheduler.engines.proxy_options import ProxyOptions
+from rescheduler.placement.account import Account
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.step_time.profile import MeanStepTime
 
@@ -102,6 +103,22 @@ async def test_a_long_prompt_is_charged_as_its_engine_counted_it() -> None:
     several = replace(RECORD, handle=2, several=True, answers=64)
     await session.receive(report(3, several))
     assert session.mirrors[2].answers == 64
+
+
+async def test_a_proxy_charges_nobody_more_than_answers_can_have() -> None:
+    coordinator = Coordinator()
+    session = coordinator.session(1)
+    record = replace(RECORD, instance=0, destination=0, hop=0, account="victim", answers=2)
+    await session.receive(report(1, record))
+    ended = Ended(1, True, 10, counted=2.0**40)
+    await session.receive(replace(report(2), ended=[ended], records=[record]))
+    longest = coordinator.shared.cluster.all[0].engine.max_model_len  # type: ignore[union-attr]
+    victim = coordinator.shared.cluster.accounts.named("victim")
+    assert 0 < victim.served(victim_group(victim)) <= 2 * 3 * longest
+
+
+def victim_group(account: Account) -> Any:
+    return next(iter(account.settled))
 
 
 async def test_a_proxy_cannot_fill_the_table_of_accounts() -> None:

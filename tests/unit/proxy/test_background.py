@@ -253,6 +253,30 @@ def placing(
     return asyncio.create_task(dispatcher.place(request))
 
 
+@pytest.mark.parametrize("misfits", [63, 64, 200])
+async def test_however_many_accounts_wait_for_what_is_full_others_go_elsewhere(
+    misfits: int,
+) -> None:
+    full, other = sized("full", 1), sized("other", 8)
+    full.models, other.models = frozenset({"m", "adapter"}), frozenset({"m"})
+    dispatcher, placements = dispatching(full, other)
+    runs = live_request("runs", placements=placements)
+    await placing(dispatcher, runs, False, "adapter")
+    runs.token(0.0)
+    waiting = []
+    for i in range(misfits):
+        request = live_request(f"x{i}", placements=placements)
+        request.account = Account(f"x{i}")
+        waiting.append(placing(dispatcher, request, True, "adapter"))
+    await asyncio.sleep(0.05)
+    fits = live_request("fits", placements=placements)
+    fits.account = Account("fits")
+    assert await asyncio.wait_for(placing(dispatcher, fits, True, "m"), 20.0) is other
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_who_waits_for_an_adapter_leaves_other_instances_to_the_background() -> None:
     """One request that waits for what is full does not stop the background of all."""
     full, other = sized("full", 1), sized("other", 8)

@@ -150,6 +150,21 @@ async def test_chunks_of_several_tokens_cost_what_they_may_hold(
         assert 2 * 100 < served <= 2 * 2 * (most or 4_096) + 100
 
 
+async def test_who_leaves_before_its_answers_are_counted_has_its_forecasts_corrected(
+    tokenizer: Tokenizer,
+) -> None:
+    order = {"name": "shortest", "fairness": 1.0}
+    async with cluster(tokenizer, 1, order=order) as it:
+        it.decodes[0].token_seconds = 0.001
+        body = {**BODY, "n": 2, "stream": True, "stream_interval": 100, "max_tokens": 3_000}
+        async with it.session.post(it.url + "/v1/completions", json=body) as response:
+            for _ in range(60):
+                await response.content.readline()
+        account = it.proxy.cluster.accounts.named("127.0.0.1")
+        await until(lambda: not account.charges)
+        assert account.correction > 1.1
+
+
 class HidesItsTokens(ScriptedEngine):
     """Reasons for half a second, of which its client sees nothing."""
 
