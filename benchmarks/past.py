@@ -11,6 +11,9 @@ share more than the first block with an earlier one. *siblings*: the shipped tra
 one prompt, one after the other, once so many others have ended; *at*: of a second answer once the
 first has ended or has so many tokens (*ended*: where only what has ended is known).
 
+*held_out* and *new_tasks*: of the shipped predictor of prompts, of the past of each task as if it
+were a client, and of both, on transcripts.
+
 *Gains*: one instance with as many places as serve so much of the trace's tokens in its time, a step
 of 30 ms, no limit of memory, arrivals spread over the 3 s that the trace rounds them to, and a
 pool that takes all. Orders are relative to order of arrival. γ is a multiple of 1 / the mean excess
@@ -32,6 +35,7 @@ import numpy.typing as npt
 from benchmarks.support.report import arguments, report
 from data_collection.workload.prompts import load_transcripts
 from predictor.past.length_memory import LengthMemory, Recalled
+from predictor.prompts.prompt_predictor import PromptPredictor
 from rescheduler.ordering import ServiceOrder, create_order
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import (
@@ -55,7 +59,10 @@ ROUNDED_SECONDS = 3.0
 SERVEGEN_REQUESTS = 60_000
 QUEUED = 200
 MILLION = 1 << 20
-TRANSCRIPTS = Path(__file__).parents[1] / "transcripts" / "smollm2-135m-instruct"
+ROOT = Path(__file__).parents[1]
+TRANSCRIPTS = ROOT / "transcripts" / "smollm2-135m-instruct"
+PROMPT_CHECKPOINT = ROOT / "checkpoints" / "smollm2-135m-instruct-prompt"
+PROMPTS_AT_ONCE, SHUFFLES = 64, 6
 AGES = (80, 320)
 MOST_ENDED = 2
 """Fewer than 300 prompts have more answers than three."""
@@ -93,6 +100,7 @@ def main() -> None:
     figures |= correlations("mooncake_synthetic", synthetic)
     figures |= correlations("servegen_r1", servegen)
     figures |= siblings()
+    figures |= together()
     figures |= gains(mooncake, seeds)
     figures["microseconds_per_request"] = figures["microseconds_per_request_mooncake"]
     figures |= memory(1 << 14 if options.quick else MILLION)
@@ -193,6 +201,42 @@ def siblings() -> dict[str, float]:
     for ended in range(MOST_ENDED + 1):
         found[f"rank_correlation_siblings_{ended}_ended"] = correlation(*np.array(rows[ended]).T)
         found[f"requests_siblings_{ended}_ended"] = float(len(rows[ended]))
+    return found
+
+
+def together() -> dict[str, float]:
+    """Return those of prompts' forecasts, of the past of a task, and of both, on transcripts.
+
+    A task stands for a client. ``held-out`` has prompts that the predictor has not learned from,
+    ``new-tasks`` tasks of which it has seen none.
+    """
+    predictor, found = PromptPredictor.load(str(PROMPT_CHECKPOINT)), {}
+    for name in ("held-out", "new-tasks"):
+        answers = load_transcripts(TRANSCRIPTS / f"{name}.parquet").transcripts
+        forecasts: list[float] = []
+        for i in range(0, len(answers), PROMPTS_AT_ONCE):
+            some = answers[i : i + PROMPTS_AT_ONCE]
+            prompts: list[Any] = [one.prompt for one in some]
+            temperatures = [1.0 if one.temperature is None else one.temperature for one in some]
+            most = [one.max_tokens for one in some]
+            forecasts += predictor.forecast(prompts, temperatures, most).mean().tolist()
+        rows = []
+        for seed in range(SHUFFLES):
+            memory, generator = LengthMemory(salt=bytes(32)), np.random.default_rng(seed)
+            shuffled = []
+            for i in generator.permutation(len(answers)).tolist():
+                one, by_prompt = answers[i], forecasts[i]
+                task = int.from_bytes(blake2b(one.task.encode(), digest_size=7).digest(), "little")
+                recalled = memory.recall(1, task, np.ones(1, dtype=np.uint64))
+                past = recalled.expected(one.max_tokens)
+                both = recalled.expected(one.max_tokens, by_prompt)
+                shuffled.append((by_prompt, past, both, len(one.answer)))
+                memory.learn(recalled, len(one.answer), one.finish_reason != "stop")
+            *by, length = np.array(shuffled).T
+            rows.append([correlation(forecast, length) for forecast in by])
+        means = np.mean(rows, axis=0).tolist()
+        for source, value in zip(("prompt", "past", "both"), means, strict=True):
+            found[f"rank_correlation_{name.replace('-', '_')}_{source}"] = value
     return found
 
 

@@ -35,6 +35,8 @@ KeyArray = npt.NDArray[np.uint64]
 
 SHRINKAGE = 2.0
 """k: requests like those above that each key begins with."""
+_MOST_SHARE = 0.5
+"""Of the past of a client of which much is known, beside what a prompt lets expect."""
 DECAY = 0.97
 """Of a count with each request: about the last 33 count."""
 WAYS = 16
@@ -212,6 +214,23 @@ class Recalled(NamedTuple):
     client: int
     owner: int
     trail: KeyArray
+
+    def expected(self, most: float, by_prompt: float | None = None) -> float:
+        r"""Return the tokens that an answer is expected to have, by the past or by its prompt too.
+
+        .. math:: \hat p^{\,1-a}\, \hat m^{\,a}, \qquad a = \frac{1}{2} \frac{n}{n + k}
+
+        with p̂ by the prompt alone, m̂ by the past, and n earlier requests of its client.
+
+        Args:
+            most: that it may have.
+            by_prompt: p̂, by a predictor of prompts; None: there is none.
+        """
+        tokens = self.length.expected(most)
+        if by_prompt is None:
+            return tokens
+        share = _MOST_SHARE * self.requests / (self.requests + SHRINKAGE)
+        return float(max(by_prompt, 1.0) ** (1 - share) * tokens**share)
 
     def beside(self, running: int, ended: int) -> "Recalled":
         """Return what is recalled where another request with the same prompt runs.

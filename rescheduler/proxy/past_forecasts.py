@@ -111,18 +111,26 @@ def _kept_in(file: str) -> Path:
 
 
 @dataclass(slots=True)
+class _Said:
+    """What a request was told last, and what its prompt alone lets expect, if a predictor said."""
+
+    tokens: int | None
+    by_prompt: int | None = None
+
+
+@dataclass(slots=True)
 class _Siblings:
     """Requests of one client with the same prompt.
 
     Attributes:
-        told: those that have not ended, and what they were told.
+        said: those that have not ended, and what they were told.
         ended: others that have, meanwhile.
     """
 
     model: int
     client: int
     chain: KeyArray
-    told: dict[LiveRequest, int | None]
+    said: dict[LiveRequest, _Said]
     ended: int = 0
 
 
@@ -133,20 +141,20 @@ def _prompt_key(recalled: Recalled) -> int:
 
 def _beside(recalled: Recalled, siblings: _Siblings) -> Recalled:
     """Return what is recalled, where others with the same prompt run."""
-    some = islice(siblings.told, _MOST_SIBLINGS)
+    some = islice(siblings.said, _MOST_SIBLINGS)
     longest = max((one.generated_tokens for one in some), default=0)
     return recalled.beside(longest, siblings.ended) if longest else recalled
 
 
-def _expected(request: LiveRequest, recalled: Recalled) -> int | None:
+def _expected(request: LiveRequest, recalled: Recalled, by_prompt: int | None = None) -> int | None:
     """Return the tokens that an answer is expected to have; None if its client is new.
 
     Of very many clients some are forgotten, and their prefixes known.
     """
     if recalled.requests == 0 and recalled.known == 0:
-        return None
-    tokens = round(recalled.length.expected(request.max_tokens or inf))
-    return max(1, tokens, request.fewest_tokens)
+        return by_prompt
+    tokens = recalled.expected(request.max_tokens or inf, by_prompt)
+    return max(1, round(tokens), request.fewest_tokens)
 
 
 def shared_salt(deployment: Deployment) -> bytes | None:
@@ -236,8 +244,18 @@ class PastForecasts:
         siblings = self._siblings.setdefault(prompt, _Siblings(model, owner, chain, {}))
         recalled = _beside(recalled, siblings)
         self._running[request] = recalled
-        tokens = siblings.told[request] = _expected(request, recalled)
-        return tokens
+        siblings.said[request] = said = _Said(_expected(request, recalled))
+        return said.tokens
+
+    def with_prompt(self, request: LiveRequest, by_prompt: int) -> int:
+        """Return the tokens that an answer is expected to have by its prompt and the past."""
+        recalled = self._running.get(request)
+        if recalled is None:
+            return by_prompt
+        said = self._siblings[_prompt_key(recalled)].said[request]
+        said.by_prompt = by_prompt
+        said.tokens = _expected(request, recalled, by_prompt)
+        return said.tokens or by_prompt
 
     def ended(self, request: LiveRequest, by_itself: bool) -> None:
         """Learn the length of a request that has ended by itself, or by its ``max_tokens``."""
@@ -246,8 +264,8 @@ class PastForecasts:
             return
         prompt = _prompt_key(recalled)
         siblings = self._siblings[prompt]
-        del siblings.told[request]
-        if not siblings.told:
+        del siblings.said[request]
+        if not siblings.said:
             del self._siblings[prompt]
         tokens = _tokens_of_an_answer(request)
         if by_itself and tokens:
@@ -257,7 +275,7 @@ class PastForecasts:
             chain = kept_chain(siblings.chain).tobytes()
             length = min(tokens, MOST_TOKENS)
             self.tell(LearnedLength(siblings.model, siblings.client, chain, length, cut))
-            if siblings.told:
+            if siblings.said:
                 self._tell(siblings)
 
     def take(self, learned: Sequence[LearnedLength]) -> None:
@@ -277,22 +295,21 @@ class PastForecasts:
     def _tell(self, siblings: _Siblings) -> None:
         """Forecast some of the requests anew whose prompt has just been answered once more.
 
-        Those of which a prompt predictor said something else keep that. So do those that run: of
-        answers to one prompt the short ones end first, and say nothing of those that have outlived
-        them.
+        Those that run keep what was forecast: of answers to one prompt the short ones end first,
+        and say nothing of those that have outlived them.
         """
         recalled = self.memory.recall(siblings.model, siblings.client, siblings.chain)
         recalled = _beside(recalled, siblings)
-        expected: dict[tuple[int | None, int], int | None] = {}  # most are alike
-        for request, told in [*islice(siblings.told.items(), _MOST_SIBLINGS)]:
-            del siblings.told[request]
-            if not request.generated_tokens and request.expected_tokens == told:
-                limits = request.max_tokens, request.fewest_tokens
-                if limits not in expected:
-                    expected[limits] = _expected(request, recalled)
-                request.expected_tokens = told = expected[limits]
+        expected: dict[tuple[int | None, ...], int | None] = {}  # most are alike
+        for request, said in [*islice(siblings.said.items(), _MOST_SIBLINGS)]:
+            del siblings.said[request]
+            if not request.generated_tokens and request.expected_tokens == said.tokens:
+                alike = request.max_tokens, request.fewest_tokens, said.by_prompt
+                if alike not in expected:
+                    expected[alike] = _expected(request, recalled, said.by_prompt)
+                request.expected_tokens = said.tokens = expected[alike]
                 self._running[request] = recalled
-            siblings.told[request] = told  # the others have their turn first
+            siblings.said[request] = said  # the others have their turn first
 
     async def run(self) -> None:
         """Keep what is known in the file every five minutes, forever."""

@@ -56,6 +56,7 @@ class Proxy:
         self.running = 0
         self.ending = self.cutting = False
         self.trace_writer: TraceWriter | None = None
+        self._forecast_as: dict[LiveRequest, dict[str, int]] = {}
         self._handlers: set[asyncio.Task[Any]] = set()
         kind = Cluster[LiveRequest] if deployment.coordinator is None else CoordinatedCluster
         self.cluster = cluster = kind(deployment)
@@ -159,28 +160,37 @@ class Proxy:
         return request
 
     async def forecast(self, request: LiveRequest) -> None:
-        """Note what a request's prompt lets expect, or else what its client's past does.
+        """Note what a request's prompt and its client's past let expect.
 
         Raises:
             RequestRefusedError: there is no room for it any more.
         """
+        found = self._forecast_as[request] = dict[str, int]()
         if self._past is not None:
             request.expected_tokens = self._past.expected(request)
-        source = "none" if request.expected_tokens is None else "past"
+        if request.expected_tokens is not None:
+            found["past"] = request.expected_tokens
         if self._forecasts is not None:
             account = request.account.name
             by_prompt = await self._forecasts.expected(request.client, account)
             if by_prompt is not None:  # else as of the past, which may have been told anew
-                request.expected_tokens, source = by_prompt, "prompt"
+                found["prompt"] = request.expected_tokens = by_prompt
+                if self._past is not None:
+                    request.expected_tokens = self._past.with_prompt(request, by_prompt)
+                if len(found) == 2:
+                    found["both"] = request.expected_tokens
             self.cluster.dispatcher.admit(request.account)  # others may have come meanwhile
             if request.background:
                 self.cluster.dispatcher.admit_background(request.account)
-        self.metrics.length_forecasts.labels(source).inc()
+        self.metrics.length_forecasts.labels(next(reversed(found), "none")).inc()
 
     def request_ended(self, request: LiveRequest, outcome: str) -> None:
         """Count a request's end, and learn from its length."""
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
+        forecasts = self._forecast_as.pop(request, {})
+        if outcome == "ok" and not (request.several or request.was_cut):
+            self.metrics.length_was(request.generated_tokens, forecasts)
         with ExitStack() as ends:  # each of them, though another fails
             ends.callback(self.cluster.ended, request, outcome == "ok")
             if self.reports is not None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +13,7 @@ from rescheduler.placement.cluster import INSTANCE, Cluster, ClusterMetrics
 from rescheduler.placement.live_request import LiveRequest
 
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
+_FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 _LATE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _PURPOSES = ("placing", "planning", "page")
 _EXPECTED = (64, 256, 1024)
@@ -46,6 +47,12 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             "headway_proxy_length_forecasts",
             "requests by what forecast their output tokens as they arrived",
             ["source"],
+        )
+        self._length_errors = self._histogram(
+            "headway_proxy_length_forecast_error_factor",
+            "how many times as long as forecast an answer was, or as short, by what forecast it",
+            ["source"],
+            buckets=_FACTORS,
         )
         self.token_gap = self._histogram(
             "headway_proxy_inter_token_latency_seconds",
@@ -116,8 +123,10 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         self._longest_stall = 0.0
         for outcome in ("given", "refused", "none", "kept", "broken", "left"):
             self.promises.labels(outcome)
-        for source in ("prompt", "past", "none"):
+        for source in ("prompt", "past", "both", "none"):
             self.length_forecasts.labels(source)
+            if source != "none":
+                self._length_errors.labels(source)
         # From 0 on: Prometheus sees no increase in a series that begins with its first event.
         for instance in cluster.all:
             for counter in (self.recomputed, self.failures, self.gave_way, self.turned_away):
@@ -128,6 +137,12 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
     def add(self, collector: Collector) -> None:
         """Have a collector's metrics shown, too."""
         self._registry.register(collector)
+
+    def length_was(self, tokens: int, forecasts: Mapping[str, int]) -> None:
+        """Note how long an answer was of which each source had forecast so many tokens."""
+        for source, forecast in forecasts.items():
+            ratio = max(tokens, 1) / max(forecast, 1)
+            self._length_errors.labels(source).observe(max(ratio, 1 / ratio))
 
     def placed(self, request: LiveRequest) -> None:
         """Note how long a request has waited that has its first place; not one of background."""

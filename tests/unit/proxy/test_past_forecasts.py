@@ -209,6 +209,33 @@ def test_requests_with_one_prompt_are_forecast_anew_as_each_ends() -> None:
     assert all((one.expected_tokens or 0) < before for one in others)
 
 
+def test_a_prompts_forecast_counts_less_the_more_is_known_of_its_client() -> None:
+    forecasts = PastForecasts(PastOptions())
+    new = begun(forecasts, "a")
+    assert forecasts.with_prompt(new, 100) == 100
+    forecasts.ended(new, by_itself=False)
+    before = 100
+    for n in (1, 10, 40):
+        for _ in range(n):
+            live(forecasts, 900, "a")
+        request = begun(forecasts, "a")
+        by_past = request.expected_tokens or 0
+        together = forecasts.with_prompt(request, 100)
+        assert before < together <= round((100 * by_past) ** 0.5) + 1
+        before = together
+        forecasts.ended(request, by_itself=False)
+    assert before > 270, "nearly the geometric mean"
+
+
+def test_siblings_that_wait_keep_what_their_prompt_says_as_the_past_is_told_anew() -> None:
+    forecasts = PastForecasts(PastOptions())
+    waits = begun(forecasts, "a")
+    waits.expected_tokens = forecasts.with_prompt(waits, 200)
+    for _ in range(8):
+        live(forecasts, 8, "a")
+    assert waits.expected_tokens in range(30, 110), "between both"
+
+
 def test_what_a_predictor_said_of_a_sibling_stays() -> None:
     forecasts = PastForecasts(PastOptions())
     first, other = (begun(forecasts, "a") for _ in range(2))
@@ -365,7 +392,7 @@ ASKED = {"model": "m", "prompt": PROMPT, "max_tokens": 6}
 
 
 async def sources(it: Cluster) -> dict[str, float]:
-    names = ("prompt", "past", "none")
+    names = ("prompt", "past", "both", "none")
     metric = it.proxy.metrics.length_forecasts
     return {name: metric.labels(name)._value.get() for name in names}
 
@@ -374,17 +401,23 @@ async def sources(it: Cluster) -> dict[str, float]:
 async def test_a_proxy_learns_as_requests_end(it: Cluster) -> None:
     for _ in range(3):
         assert (await it.post(ASKED))[0] == 200
-    assert await sources(it) == {"prompt": 0, "past": 2, "none": 1}
+    assert await sources(it) == {"prompt": 0, "past": 2, "both": 0, "none": 1}
     assert it.proxy._past is not None
     assert not it.proxy._past._running
     assert it.proxy._past.memory.known > 0
 
 
 @pytest.mark.cluster(order={"name": "boost"}, prompt_checkpoint=CHECKPOINT)
-async def test_a_forecast_from_the_prompt_goes_before_the_past(it: Cluster) -> None:
-    for _ in range(2):
+async def test_a_forecast_from_the_prompt_and_the_past_are_taken_together(it: Cluster) -> None:
+    for _ in range(3):
         assert (await it.post(ASKED))[0] == 200
-    assert await sources(it) == {"prompt": 2, "past": 0, "none": 0}
+    assert await sources(it) == {"prompt": 1, "past": 0, "both": 2, "none": 0}
+    assert not it.proxy._forecast_as
+    errors = "headway_proxy_length_forecast_error_factor"
+    assert await it.metric(f"{errors}_count", source="both") == 0, "all were cut"
+    it.proxy.metrics.length_was(200, {"prompt": 100, "past": 800, "both": 283})
+    for source, factor in (("prompt", 2.0), ("past", 4.0), ("both", 283 / 200)):
+        assert await it.metric(f"{errors}_sum", source=source) == pytest.approx(factor)
 
 
 @pytest.mark.cluster(order={"name": "boost"}, prompt_checkpoint=CHECKPOINT)
@@ -422,7 +455,7 @@ async def test_an_order_of_arrival_or_no_past_keeps_nothing(
         for _ in range(2):
             assert (await it.post(ASKED))[0] == 200
         assert it.proxy._past is None
-        assert await sources(it) == {"prompt": 0, "past": 0, "none": 2}
+        assert await sources(it) == {"prompt": 0, "past": 0, "both": 0, "none": 2}
 
 
 async def test_a_proxy_goes_on_after_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
