@@ -35,10 +35,11 @@ from benchmarks.support.experiment import (
     served,
     steady_capacity,
 )
-from benchmarks.support.report import change
+from benchmarks.support.report import change, gain, relative_cells
 from rescheduler.emulation.emulate_options import AnswerLengths, EmulateOptions
 from rescheduler.engines.deployment import Deployment
 from rescheduler.ordering.expected_rest import Victim
+from rescheduler.simulator.results.report import markdown_table
 
 PROFILE, REPLICAS, SLOTS, KV_TOKENS = "h100-llama-8b", 4, 128, 60_000
 LAW = AnswerLengths(median=300, sigma=1.0, longest=8_000)
@@ -100,6 +101,10 @@ ARMS = {
 }
 
 
+VICTIMS = {arm: arm.removesuffix("_age") for arm in ARMS if arm.endswith("_age")}
+"""Arms that suspend by age, and those that are alike but for that."""
+
+
 class EmulatedFleet(Experiment):
     """Four emulated replicas whose memory is what is short."""
 
@@ -149,13 +154,40 @@ class EmulatedFleet(Experiment):
         load = drawn_load(run.round, self.options.requests, rate, PROMPTS, LAW)
         return await served(serving, load, salt, self.scratch)
 
+    def tables(self, found: Mapping[float, Arms]) -> list[str]:
+        """Return a table of each load, and one of what suspending by age changes."""
+        return [
+            *super().tables(found),
+            *(_table_of_victims(load, runs) for load, runs in found.items() if _by_age(runs)),
+        ]
+
     def summary(self, found: Mapping[float, Arms]) -> dict[str, float]:
         figures = super().summary(found)
+        for load, runs in found.items():
+            for arm in _by_age(runs):
+                for name in FIGURES:
+                    found_gain = gain(runs[arm], runs[VICTIMS[arm]], name, name == "goodput")
+                    figures |= found_gain.figures(f"{100 * load:.0f}_{name}_gain_{arm}_by_victim")
         prefix = f"{100 * self.options.loads[0]:.0f}_"
         named = {name: f"{figure}_gain_{arm}" for name, (figure, arm) in USES.items()}
         named |= {f"{name}_half_interval": f"{of}_half_interval" for name, of in named.items()}
         named["excess_step_time"] = "excess_step_time"
         return figures | {k: figures.get(prefix + of, float("nan")) for k, of in named.items()}
+
+
+def _by_age(runs: Arms) -> list[str]:
+    """Return the arms that suspend by age, where there are runs with and without."""
+    return [arm for arm, without in VICTIMS.items() if runs.get(arm) and runs.get(without)]
+
+
+def _table_of_victims(load: float, runs: Arms) -> str:
+    rows = []
+    for arm in _by_age(runs):
+        alike = {arm: runs[arm], VICTIMS[arm]: runs[VICTIMS[arm]]}
+        rows.append([VICTIMS[arm], *relative_cells(alike, arm, VICTIMS[arm], FIGURES)])
+    heads = ["arm", *FIGURES]
+    title = f"### {100 * load:.0f}% of the capacity: by age, relative to the same without"
+    return "\n".join([title, *markdown_table(heads, rows)])
 
 
 def main() -> None:
