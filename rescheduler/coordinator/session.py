@@ -525,7 +525,8 @@ class Session:
         self.forgotten.pop(ended.handle, None)
         if mirror is not None:
             if mirror.several:
-                mirror.counted_tokens = ended.generated_tokens
+                most = self._longest * mirror.answers
+                mirror.counted_tokens = min(ended.generated_tokens, most)
             else:  # of an answer that comes as a whole only its engine knows, by telemetry
                 mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
             mirror.refused = ended.refused

@@ -144,6 +144,12 @@ class Background(Generic[R]):
         if wanted and all(one in wanted for request in alike for one in self._usable_for(request)):
             return
         waiting = self._pool.in_order(waiting, self._clock(), self._longest)[0]
+        # Without a free place no look at its size is needed, however many wait for it.
+        has_place = {one.model: any(map(self._is_free, self._usable_for(one))) for one in alike}
+        placeless = [one for one in waiting if not has_place[one.model]]
+        waiting = [one for one in waiting if has_place[one.model]]
+        here = {one.account for one in waiting}
+        placeless = [one for one in placeless if one.account not in here]
         misfits: dict[Account, R] = {}
         passed = self._passed[places is self._pool.for_prefill]
         for _ in range(_MOST_AT_ONCE):
@@ -157,9 +163,20 @@ class Background(Generic[R]):
                 else:  # that was the last of the line: all have their turn again
                     passed.clear()
                 return
-            self._pool.accounts.passed_over(misfits.values())
+            not_asked = [one for one in waiting if one.account in passed]
+            self._pool.accounts.passed_over([*misfits.values(), *not_asked, *placeless])
             waiting.remove(request)
         self.wake()
+
+    def _is_free(self, instance: InstanceState) -> bool:
+        """Return whether a request that is small enough could begin on an instance now."""
+        on = self._placements.on(instance)
+        return (
+            instance not in self._wanted
+            and not self._rests(instance)
+            and all(other.generating for other in on)
+            and (not on or len(on) + 1 <= self._options.slots * instance.slots)
+        )
 
     def _wanted_by_others(self) -> set[InstanceState]:
         """Return the instances that requests may go to which wait and are served before."""

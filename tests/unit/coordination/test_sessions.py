@@ -105,6 +105,20 @@ async def test_a_long_prompt_is_charged_as_its_engine_counted_it() -> None:
     assert session.mirrors[2].answers == 64
 
 
+async def test_a_proxy_corrects_nobodys_forecasts_by_more_than_answers_can_have() -> None:
+    coordinator = Coordinator()
+    session = coordinator.session(1)
+    record = replace(
+        RECORD, instance=0, destination=0, hop=0, account="victim", answers=2, several=True
+    )
+    await session.receive(report(1, record))
+    session.mirrors[1].foreseen_tokens = 100.0
+    await session.receive(replace(report(2, record), ended=[Ended(1, True, 10**7)]))
+    longest = coordinator.shared.cluster.all[0].engine.max_model_len  # type: ignore[union-attr]
+    victim = coordinator.shared.cluster.accounts.named("victim")
+    assert victim._error <= math.log(longest / 100.0) + 1e-9
+
+
 async def test_a_proxy_charges_nobody_more_than_answers_can_have() -> None:
     coordinator = Coordinator()
     session = coordinator.session(1)
