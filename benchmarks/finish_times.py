@@ -291,7 +291,7 @@ def deployment_of(fleet: str) -> Deployment:
     if fleet == "emulated":
         emulated = emulated_fleet.EmulatedFleet(Namespace(dilation=DILATION))
         emulated.scratch = SCRATCH
-        return emulated.deployment((False, 0.0))
+        return emulated.deployment((False, 0.0, "newest"))
     return patient(local_deployment("smollm2", live_order.ENGINE, decode=1, prefill=0))
 
 

@@ -531,8 +531,8 @@ class Session:
                 mirror.has_generated(max(mirror.generated_tokens, ended.generated_tokens))
             mirror.refused = ended.refused
             if ended.counted is not None:
-                most = (1 + OUTPUT_WEIGHT) * self._longest * mirror.answers
-                mirror.counted = min(ended.counted, most)
+                costliest = (1 + OUTPUT_WEIGHT) * self._longest * mirror.answers
+                mirror.counted = min(ended.counted, costliest)
             possible = mirror.generated_tokens <= self._longest
             self._forget(mirror, ended.by_itself and possible)
 
