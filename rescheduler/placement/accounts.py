@@ -218,11 +218,13 @@ class Accounts:
         if request.refused:
             prompt_known = request.prompt_is_known
             service = max(self.service(request) if prompt_known else 0.0, self.mean_service)
+        had = account.served(request.group)
         account.settle(request, service)
         # What it is given back is a claim to what waits now, at most: else all others stand still.
         mean = account.mean_service or self.mean_service
         claim = account.waiting[request.group] * mean / account.weight
-        account.come_up(request.group, self.virtual_times.get(request.group, 0.0) - claim)
+        virtual_time = self.virtual_times.get(request.group, 0.0)
+        account.come_up(request.group, min(had, virtual_time - claim))
         if request.generated_tokens and not request.several:
             mean = service if account.mean_service is None else account.mean_service
             account.mean_service = mean + _LEARNS * (service - mean)

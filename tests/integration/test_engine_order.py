@@ -62,7 +62,7 @@ def test_what_waits_is_expected_to_be_answered_as_its_prefix_was(smollm2: Path) 
 
     lengths = {"long": 60, "short": 3}
     taught = [ask(kind, f"taught{i}", n) for i in range(4) for kind, n in lengths.items()]
-    places = [ask("long", f"runs{i}", 30) for i in range(8)]
+    places = [ask("long", f"runs{i}", 20 + 4 * i) for i in range(8)]
     waiting = [ask(kind, f"waits{i}", 20) for kind in lengths for i in range(3)]
     seen: dict[str, Any] = run_forked(
         serve_waves,

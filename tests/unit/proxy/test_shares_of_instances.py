@@ -9,10 +9,9 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+import virtual_dispatcher
 from virtual_dispatcher import (
     TOKEN_SECONDS,
-    UNTIL,
-    WARM,
     Asked,
     MadeUp,
     VirtualLoop,
@@ -60,27 +59,28 @@ def test_who_waits_for_a_prefill_instance_has_no_claim_to_what_needs_none() -> N
 
 def test_what_never_fits_saves_up_no_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that has waited for a giant does not get all places for its small requests."""
-    monkeypatch.setitem(globals(), "WARM", 120.0)
-    monkeypatch.setitem(globals(), "UNTIL", 160.0)
+    warm, until = 120.0, 160.0
+    monkeypatch.setattr(virtual_dispatcher, "WARM", warm)
 
     async def serve() -> tuple[float, float]:
         world = World(loop, ["m", "m"], 32, slots=[8, 8], capacity=40_000, direct="abc")
+        world.until = until
         tasks = []
         for client in "bc":
             for i in range(16):
                 tasks.append(asyncio.create_task(world.keep(client, "m", 400, 0.01 * i, 2_000)))
         await asyncio.sleep(5.0)  # there is no room for more
         giants = [asyncio.create_task(world.ask("a", "m", 20, 31_000)) for _ in range(2)]
-        while loop.time() < WARM:
+        while loop.time() < warm:
             await asyncio.sleep(1.0)
         for i in range(40):
             tasks.append(asyncio.create_task(world.keep("a", "m", 200, 0.01 * i)))
-        while loop.time() < UNTIL:
+        while loop.time() < until:
             await asyncio.sleep(1.0)
         for task in (*giants, *tasks):
             task.cancel()
         await asyncio.gather(*giants, *tasks, return_exceptions=True)
-        had = [world.slots[name] * TOKEN_SECONDS / (UNTIL - WARM) for name in "abc"]
+        had = [world.slots[name] * TOKEN_SECONDS / (until - warm) for name in "abc"]
         return had[0], had[1] + had[2]
 
     loop = VirtualLoop()
