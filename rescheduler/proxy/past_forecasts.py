@@ -158,9 +158,9 @@ def _expected(request: LiveRequest, recalled: Recalled, by_prompt: int | None = 
 
 
 def shared_salt(deployment: Deployment) -> bytes | None:
-    """Return by what the proxies of a deployment with a coordinator make digests; None: no one.
+    """Return the salt that all proxies of a coordinator have; None where there is no coordinator.
 
-    It is derived from the keys by which they trust each other. Without any, all are on one machine.
+    It follows from the keys by which they trust each other. Without any, all are on one machine.
     """
     if deployment.coordinator is None:
         return None
