@@ -54,7 +54,10 @@ def test_the_commands_of_a_page(path: Path, tmp_path: Path, kept: Path) -> None:
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
 def test_a_benchmark_runs(name: str, tmp_path: Path, kept: Path) -> None:
     page = read_page(ROOT / "README.md")
-    page.stand_ins = {"TRACE": "a trace", "mooncake_conversation.jsonl.gz": "conversations"}
+    page.stand_ins = {
+        "TRACE": "a trace",
+        "mooncake_conversation.jsonl.gz": "a trace of conversations",
+    }
     described = ast.get_docstring(ast.parse(BENCHMARKS[name].read_text())) or ""
     assert f"python -m benchmarks.{name}" in described
     more = INSTEAD.get(name, "--quick")

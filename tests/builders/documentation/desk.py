@@ -285,7 +285,7 @@ def _log(path: Path) -> None:
 
 STAND_INS: dict[str, StandIn] = {
     "a trace": _trace,
-    "conversations": _conversations,
+    "a trace of conversations": _conversations,
     "a folder of traces": _traces,
     "a dataset": _dataset,
     "a checkpoint": _checkpoint,
