@@ -19,6 +19,7 @@ is repeated. What is finished is kept in the folder, and not run again.
 """
 
 import json
+from argparse import Namespace
 from functools import cached_property, lru_cache
 from math import inf
 from pathlib import Path
@@ -175,14 +176,14 @@ class EmulatedPast(Experiment):
 
     async def measure(self, deployment: Deployment) -> float:
         conversations = self.conversations
-        load = conversations.load(self._first(0), max(200, self.options.requests // 2), inf)
+        load = conversations.load(self.first(0), max(200, self.options.requests // 2), inf)
         serving = replace(deployment, routing=ROUTING)
         rate, _ = await steady_part(serving, load, self.scratch, conversations.prompt)
         return rate
 
     async def serve(self, deployment: Deployment, run: Run, salt: int) -> dict[str, float]:
         arm, conversations = ARMS[run.arm], self.conversations
-        first, file = self._first(run.round), self.scratch / "past"
+        first, file = self.first(run.round), self.scratch / "past"
         past = PastOptions(keys=0)
         if arm.past and not arm.exact:
             conversations.remember(first, deployment.served_name, salt, file)
@@ -192,7 +193,7 @@ class EmulatedPast(Experiment):
         load = conversations.load(first, self.options.requests, run.load * self.capacity)
         return await served(serving, load, salt, self.scratch, conversations.prompt)
 
-    def _first(self, number: int) -> int:
+    def first(self, number: int) -> int:
         """Return the number of a round's first request; the trace ends with the last round's."""
         known = len(self.conversations.prompts) - ROUNDS * self.options.requests
         if known < 0:
@@ -207,7 +208,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=800, help="of a run (800)")
     parser.add_argument("--dilation", type=float, default=2.0, help="of all times (2)")
     parser.set_defaults(loads=[1.1])
-    EmulatedPast(parser.parse_args()).main({"requests": 100, "arms": ["boost"]})
+    quick = {"requests": 100, "arms": ["boost"]}
+    options = parser.parse_args()
+    if not options.report:  # before any engine starts
+        EmulatedPast(Namespace(**{**vars(options), **(quick if options.quick else {})})).first(0)
+    EmulatedPast(options).main(quick)
 
 
 if __name__ == "__main__":

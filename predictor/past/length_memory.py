@@ -19,6 +19,7 @@ requests it sends. So whoever lies about lengths moves what is forecast of other
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
+from hashlib import blake2b
 from math import log, sqrt
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -288,6 +289,12 @@ class _Kept(msgspec.Struct, forbid_unknown_fields=True):
     entries: bytes
 
 
+def compile_memory() -> None:
+    """Recall and learn once, so that no request waits for a compiler."""
+    memory = LengthMemory(0)
+    memory.learn(memory.recall(1, 1, np.ones(1, dtype=np.uint64)), 1)
+
+
 class LengthMemory:
     """Forecasts lengths by those of earlier requests, in a fixed amount of memory.
 
@@ -318,6 +325,11 @@ class LengthMemory:
     def nbytes(self) -> int:
         """Bytes of the table."""
         return int(self._table.nbytes)
+
+    def key_of(self, name: str) -> int:
+        """Return the key of a model, or of a client, by its name."""
+        raw = name.encode(errors="surrogatepass")
+        return int.from_bytes(blake2b(raw, key=self.salt, digest_size=8).digest(), "little")
 
     def recall(self, model: int, client: int, chain: KeyArray) -> Recalled:
         """Return what is known of a request that has arrived.

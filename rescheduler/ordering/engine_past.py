@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from data_collection.vllm_adapter.requests import adapter_of
-from predictor.past.length_memory import KeyArray, LengthMemory, Recalled
+from predictor.past.length_memory import KeyArray, LengthMemory, Recalled, compile_memory
 
 _FINE, _COARSE = 16, 256
 """Tokens of a prompt after which it has one more key: up to 256, and beyond."""
@@ -43,9 +43,8 @@ class EnginePast:
     def __init__(self, keys: int) -> None:
         self._memory = LengthMemory(keys)
         self._recalled: dict[str, Recalled] = {}
-        self._key = lru_cache(_MOST_NAMES)(self._digest)
-        other = LengthMemory(0)  # compiled before the first request comes
-        other.learn(other.recall(1, 1, np.ones(1, dtype=np.uint64)), 1)
+        self._key = lru_cache(_MOST_NAMES)(self._memory.key_of)
+        compile_memory()
 
     def expected(self, request: Any) -> float | None:
         """Return the tokens that a request is expected to generate; None if its client is new."""
@@ -66,8 +65,3 @@ class EnginePast:
         chain = token_keys(request.prompt_token_ids or [], self._memory.salt)
         model, client = self._key(adapter_of(request)), self._key(request.cache_salt or "")
         return self._memory.recall(model, client, chain)
-
-    def _digest(self, name: str) -> int:
-        raw = name.encode(errors="surrogatepass")
-        digest = blake2b(raw, key=self._memory.salt, digest_size=8).digest()
-        return int.from_bytes(digest, "little")

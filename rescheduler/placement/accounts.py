@@ -171,8 +171,8 @@ class Accounts:
     def placed(self, request: Placeable, for_prefill: bool = False) -> None:
         """Charge a request that gets a place, with what it is expected to take.
 
-        A prefill is no sign of how far accounts are that have their turn: where others wait for
-        nothing but a decode instance, one that is far ahead may be prefilled.
+        A prefill does not raise the virtual time: where the others wait only for a decode instance,
+        an account that is far ahead may be prefilled.
         """
         request.had_decode_place = request.had_decode_place or not for_prefill
         charges = request.account.charges
@@ -218,13 +218,14 @@ class Accounts:
         if request.refused:
             prompt_known = request.prompt_is_known
             service = max(self.service(request) if prompt_known else 0.0, self.mean_service)
-        had = account.served(request.group)
+        had = account.served(request.group) if charged > service else 0.0
         account.settle(request, service)
-        # What it is given back is a claim to what waits now, at most: else all others stand still.
-        mean = account.mean_service or self.mean_service
-        claim = account.waiting[request.group] * mean / account.weight
-        virtual_time = self.virtual_times.get(request.group, 0.0)
-        account.come_up(request.group, min(had, virtual_time - claim))
+        if charged > service:
+            # What it is given back is a claim to what waits now, at most: else others stand still.
+            mean = account.mean_service or self.mean_service
+            claim = account.waiting[request.group] * mean / account.weight
+            virtual_time = self.virtual_times.get(request.group, 0.0)
+            account.come_up(request.group, min(had, virtual_time - claim))
         if request.generated_tokens and not request.several:
             mean = service if account.mean_service is None else account.mean_service
             account.mean_service = mean + _LEARNS * (service - mean)

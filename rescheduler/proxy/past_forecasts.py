@@ -20,6 +20,7 @@ from predictor.past.length_memory import (
     LengthMemory,
     PastError,
     Recalled,
+    compile_memory,
     kept_chain,
 )
 from rescheduler.coordination.coordinated_cluster import instances_digest
@@ -203,9 +204,9 @@ class PastForecasts:
             self.memory = self._kept(self._path, salt) or self.memory
         self._running: dict[LiveRequest, Recalled] = {}
         self._siblings: dict[int, _Siblings] = {}
-        self._key = lru_cache(_MOST_NAMES)(self._digest)
+        self._key = lru_cache(_MOST_NAMES)(self.memory.key_of)
         self._failed = False
-        self._compile()
+        compile_memory()
 
     def _kept(self, path: Path, salt: bytes | None) -> LengthMemory | None:
         """Return what a file has; one that cannot be used is kept beside what will be written."""
@@ -237,7 +238,8 @@ class PastForecasts:
         client = request.client
         if client.direct == "path" or request.account.name == OTHERS:
             return None  # not all of these generate anything, or are of one client
-        model, owner = self._key("model", request.model), self._key("client", request.account.name)
+        model = self._key(f"model {request.model}")
+        owner = self._key(f"client {request.account.name}")
         chain = prefix_keys(client.body, self.memory.salt, client.path == CHAT)
         recalled = self.memory.recall(model, owner, chain)
         prompt = _prompt_key(recalled)
@@ -338,13 +340,3 @@ class PastForecasts:
             if not self._failed:
                 logger.warning("proxy.past.file: %s; only the first failure is shown", error)
             self._failed = True
-
-    def _digest(self, kind: str, name: str) -> int:
-        raw = f"{kind} {name}".encode(errors="surrogatepass")
-        digest = blake2b(raw, key=self.memory.salt, digest_size=8).digest()
-        return int.from_bytes(digest, "little")
-
-    def _compile(self) -> None:
-        """Recall and learn once, so that no request waits for a compiler."""
-        other = LengthMemory(0)
-        other.learn(other.recall(1, 1, np.ones(1, dtype=np.uint64)), 1)

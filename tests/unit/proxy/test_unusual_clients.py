@@ -20,7 +20,7 @@ def test_who_waits_for_others_that_were_expected_to_be_longer_keeps_its_share() 
 
 
 def test_three_clients_of_one_token_leave_something_to_others() -> None:
-    """The least cost of a place is no part of a mean that they themselves bring down."""
+    """The least cost of a place does not fall with the mean, which they bring down themselves."""
     crowd = [("h", "m", 60, 0.003 * i, 500) for i in range(48)]
     crowd += [(f"x{j}", "m", 1, 1 + 0.003 * i, 1) for j in range(3) for i in range(16)]
     found = slots_of(crowd, ["m", "m"], 32, slots=[8, 8], prefill_seconds=0.03)
