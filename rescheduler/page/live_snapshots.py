@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from statistics import median
 from typing import Generic, NamedTuple
 
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from rescheduler.page.snapshot import (
     About,
     Accuracy,
     Instance,
+    LengthErrors,
     MoveReport,
     Phase,
     Requests,
@@ -112,6 +114,7 @@ class LiveSnapshots(Generic[R]):
         seconds: between two looks.
         reports: when its requests will finish; None: nobody says.
         scores: of the forecasts; None: nobody scores them.
+        length_factors: as those of `ProxyMetrics`.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class LiveSnapshots(Generic[R]):
         seconds: float = _SECONDS,
         reports: FinishReports | None = None,
         scores: ForecastScores | None = None,
+        length_factors: Mapping[str, Collection[float]] | None = None,
     ) -> None:
         deployment, planner = cluster.deployment, cluster.planner
         shadow = " (shadow)" if planner is not None and not planner.acts else ""
@@ -133,6 +137,7 @@ class LiveSnapshots(Generic[R]):
         self._cluster = cluster
         telemetry = cluster.telemetry
         self._scores = scores
+        self._length_factors = length_factors or {}
         self._steps = None if telemetry is None else EngineSteps(telemetry)
         self._outlooks = None if reports is None else Outlooks(reports, cluster.decodes)
         self._numbers: dict[str, int] = {}
@@ -174,6 +179,7 @@ class LiveSnapshots(Generic[R]):
             moves=[_report(move, numbers) for move in cluster.moves.latest],
             finishes=None if self._outlooks is None else self._outlooks.finishes(),
             outlook=None if self._outlooks is None else self._outlooks.now(),
+            length_errors=_length_errors(self._length_factors),
         )
         return Look(view, [one.name for one in viewed], seen, partial(accuracy, self._scores))
 
@@ -212,6 +218,14 @@ def accuracy(scores: ForecastScores | None) -> Accuracy | None:
         alarm=alarm,
         drift=drift,
     )
+
+
+def _length_errors(length_factors: Mapping[str, Collection[float]]) -> list[LengthErrors]:
+    return [
+        LengthErrors(source=source, answers=len(factors), factor=round(median(factors), 2))
+        for source, factors in length_factors.items()
+        if factors
+    ]
 
 
 def _columns(

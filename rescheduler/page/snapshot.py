@@ -184,6 +184,20 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     drift: str | None = None
 
 
+class LengthErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """How good forecasts of lengths were that were made as requests arrived.
+
+    Attributes:
+        source: ``prompt``, ``past`` or ``both``.
+        answers: the latest that have come out, at most 500.
+        factor: half of them were at most so many times as long as forecast, or as short.
+    """
+
+    source: Literal["prompt", "past", "both"]
+    answers: int
+    factor: float
+
+
 class Finishes(msgspec.Struct, frozen=True, kw_only=True):
     """How forecasts and promises of when requests finish came out.
 
@@ -237,6 +251,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         finishes: how forecasts of finish times came out; None before any has, and where none are
             made.
         outlook: the load ahead; None likewise.
+        length_errors: of each source that forecast lengths of requests that have ended.
     """
 
     time: float
@@ -250,6 +265,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     joules: float | None = None
     finishes: Finishes | None = None
     outlook: Outlook | None = None
+    length_errors: list[LengthErrors] = []
 
 
 logger = logging.getLogger("headway.serve")

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import Gauge
@@ -14,6 +15,7 @@ from rescheduler.placement.live_request import LiveRequest
 
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+_LATEST_ANSWERS = 500
 _LATE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _PURPOSES = ("placing", "planning", "page")
 _EXPECTED = (64, 256, 1024)
@@ -22,7 +24,12 @@ _FIRST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class ProxyMetrics(ClusterMetrics[LiveRequest]):
-    """Those of its cluster, and of the requests that it relays."""
+    """Those of its cluster, and of the requests that it relays.
+
+    Attributes:
+        length_factors: of each source that forecasts lengths, how many times as long as forecast
+            each of the latest 500 answers was, or as short.
+    """
 
     def __init__(self, cluster: Cluster[LiveRequest], others: Sequence[Collector] = ()) -> None:
         tasks = "asyncio tasks: some for each connection and request, none that stays when they go"
@@ -54,6 +61,9 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             ["source"],
             buckets=_FACTORS,
         )
+        self.length_factors = {
+            source: deque[float](maxlen=_LATEST_ANSWERS) for source in ("prompt", "past", "both")
+        }
         self.token_gap = self._histogram(
             "headway_proxy_inter_token_latency_seconds",
             "between two tokens of a request",
@@ -123,10 +133,10 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         self._longest_stall = 0.0
         for outcome in ("given", "refused", "none", "kept", "broken", "left"):
             self.promises.labels(outcome)
-        for source in ("prompt", "past", "both", "none"):
+        self.length_forecasts.labels("none")
+        for source in self.length_factors:
             self.length_forecasts.labels(source)
-            if source != "none":
-                self._length_errors.labels(source)
+            self._length_errors.labels(source)
         # From 0 on: Prometheus sees no increase in a series that begins with its first event.
         for instance in cluster.all:
             for counter in (self.recomputed, self.failures, self.gave_way, self.turned_away):
@@ -142,7 +152,9 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         """Note how long an answer was of which each source had forecast so many tokens."""
         for source, forecast in forecasts.items():
             ratio = max(tokens, 1) / max(forecast, 1)
-            self._length_errors.labels(source).observe(max(ratio, 1 / ratio))
+            factor = max(ratio, 1 / ratio)
+            self._length_errors.labels(source).observe(factor)
+            self.length_factors[source].append(factor)
 
     def placed(self, request: LiveRequest) -> None:
         """Note how long a request has waited that has its first place; not one of background."""

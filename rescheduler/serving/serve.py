@@ -62,7 +62,12 @@ class Listeners:
     def __init__(self, proxy: Proxy, admin_token: str = "") -> None:
         self.url = ""
         self.feed = SnapshotFeed(
-            LiveSnapshots(proxy.cluster, reports=proxy.reports, scores=proxy.metrics.scores)
+            LiveSnapshots(
+                proxy.cluster,
+                reports=proxy.reports,
+                scores=proxy.metrics.scores,
+                length_factors=proxy.metrics.length_factors,
+            )
         )
         self._proxy, self._options = proxy, proxy.deployment.proxy
         self._clients = web.AppRunner(

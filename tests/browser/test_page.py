@@ -16,7 +16,7 @@ from scripted_cluster import cluster, until
 from tokenizers import Tokenizer
 from watched_page import TOKEN, page_app, page_served
 
-from rescheduler.page.snapshot import Accuracy, Finishes, Outlook, SnapshotFeed
+from rescheduler.page.snapshot import Accuracy, Finishes, LengthErrors, Outlook, SnapshotFeed
 
 Open = Callable[..., Awaitable[Page]]
 
@@ -142,6 +142,28 @@ async def test_it_sets_what_was_expected_beside_what_came(open_page: Open, schem
         assert results.violations_count == 0, results.generate_report()
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_says_how_good_forecasts_on_arrival_were(open_page: Open, scheme: str) -> None:
+    errors = [
+        LengthErrors(source="prompt", answers=1, factor=2.24),
+        LengthErrors(source="past", answers=500, factor=1.8),
+        LengthErrors(source="both", answers=500, factor=1.62),
+    ]
+    async with page_served(MadeUpCluster(2, 3, 4608, length_errors=errors)) as url:
+        page = await open_page(url, color_scheme=scheme)
+        await is_live(page)
+        lines = page.get_by_role("region", name="Lengths on arrival").get_by_role("listitem")
+        await expect(lines).to_have_text(
+            [
+                "By the prompt: half within a factor of 2.2, latest 1 answer",
+                "By the past: half within a factor of 1.8, latest 500 answers",
+                "By both: half within a factor of 1.6, latest 500 answers",
+            ]
+        )
+        results = await Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+
+
 async def test_what_was_expected_shows_once_it_has_come(open_page: Open) -> None:
     none = Finishes(forecasts=0, held=None, kept=0, broken=0, refused=0)
     new = Outlook(seconds=60, tokens=[0, 0, 10])
@@ -161,7 +183,7 @@ async def test_what_nobody_knows_is_not_shown(open_page: Open) -> None:
         page = await open_page(url)
         await is_live(page)
         await expect(page.locator(".lane-figures")).to_contain_text("step 40 ms")
-        for name in ("Forecasts, last hour", "Finish times", "Load ahead"):
+        for name in ("Forecasts, last hour", "Finish times", "Lengths on arrival", "Load ahead"):
             assert await page.get_by_role("region", name=name).count() == 0
         await expect(page.locator(".figures dt")).to_have_text(
             ["running", "waiting", "KV cache", "decode step"]

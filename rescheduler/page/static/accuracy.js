@@ -66,6 +66,34 @@ export class FinishTimes {
   }
 }
 
+// How good forecasts of lengths were that were made as requests arrived; nothing before any has come out.
+export class LengthErrors {
+  #list = element("ul");
+
+  constructor(id) {
+    const title = `${id}-length-errors`;
+    this.section = element(
+      "section",
+      { class: "accuracy", "aria-labelledby": title, hidden: true },
+      element("h3", { id: title }, "Lengths on arrival"),
+      element("div", { class: "words" }, this.#list),
+    );
+  }
+
+  update(errors = []) {
+    this.section.hidden = !errors.length;
+    while (this.#list.children.length > errors.length) this.#list.lastChild.remove();
+    while (this.#list.children.length < errors.length) this.#list.append(element("li"));
+    errors.forEach((one, i) => say(this.#list.children[i], lengthError(one)));
+  }
+}
+
+const SOURCES = { prompt: "By the prompt", past: "By the past", both: "By both" };
+
+function lengthError({ source, answers, factor }) {
+  return `${SOURCES[source]}: half within a factor of ${factor.toFixed(1)}, latest ${plural(answers, "answer")}`;
+}
+
 // A row whose tick is what the interval promises, and whose bar is what it held.
 function bar(level) {
   const tick = element("i", { class: "nominal" });

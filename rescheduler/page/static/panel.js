@@ -1,6 +1,6 @@
 // A cluster: its figures, its instances as lanes, the moves between them, and who waits.
 
-import { Accuracy, FinishTimes } from "./accuracy.js";
+import { Accuracy, FinishTimes, LengthErrors } from "./accuracy.js";
 import { onPaletteChange } from "./colours.js";
 import { element, say } from "./elements.js";
 import { Lane } from "./lane.js";
@@ -24,6 +24,7 @@ export class Panel {
   #figures = element("dl", { class: "figures" });
   #accuracy = new Accuracy(this.#id);
   #finishTimes = new FinishTimes(this.#id);
+  #lengthErrors = new LengthErrors(this.#id);
   #loadAhead = new LoadAhead(this.#id);
   #overview = new Overview(this.#id);
   #prefills = element("ul", { class: "prefills", "aria-label": "Prefill instances" });
@@ -56,6 +57,7 @@ export class Panel {
       element("header", {}, this.#title, this.#figures),
       this.#accuracy.section,
       this.#finishTimes.section,
+      this.#lengthErrors.section,
       this.#loadAhead.section,
       this.#overview.list,
       element(
@@ -117,6 +119,7 @@ export class Panel {
     this.#scale.set(this, { longest: this.#longest, horizon: snapshot.points.at(-1) ?? 0 });
     this.#accuracy.update(snapshot.accuracy);
     this.#finishTimes.update(snapshot.finishes);
+    this.#lengthErrors.update(snapshot.length_errors);
     this.#loadAhead.update(snapshot);
     this.#overview.update(decodes.map((i) => snapshot.instances[i]));
     this.#sayFigures(snapshot, requests, decodes);

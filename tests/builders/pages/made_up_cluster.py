@@ -1,6 +1,7 @@
 """A cluster that is made up: it looks like a proxy to whoever watches it, at any size."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rescheduler.page.snapshot import (
     Accuracy,
     Finishes,
     Instance,
+    LengthErrors,
     LogWriter,
     MoveReport,
     Outlook,
@@ -63,6 +65,7 @@ class MadeUpCluster:
         joules: float | None = None,
         finishes: Finishes | None = None,
         outlook: Outlook | None = None,
+        length_errors: Sequence[LengthErrors] = (),
     ) -> None:
         self.about = About(
             source="proxy",
@@ -74,6 +77,7 @@ class MadeUpCluster:
         self.looks = 0
         self._accuracy, self._joules = accuracy, joules
         self._finishes, self._outlook = finishes, outlook
+        self._length_errors = list(length_errors)
         self._random = random.Random(seed)
         self._n, self._kv_capacity = instances, kv_capacity
         self._next = 0
@@ -190,5 +194,6 @@ class MadeUpCluster:
             joules=None if self._joules is None else self._joules * self.looks,
             finishes=self._finishes,
             outlook=self._outlook,
+            length_errors=self._length_errors,
         )
         return foreseen(snapshot, view, [one.name for one in instances])

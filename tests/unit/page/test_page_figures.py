@@ -336,6 +336,23 @@ async def test_what_was_expected_of_now_is_said_beside_what_is(tokenizer: Tokeni
         assert late is not None and late.foretold == [], "nobody looked a minute before"
 
 
+async def test_a_snapshot_says_how_good_forecasts_on_arrival_were(tokenizer: Tokenizer) -> None:
+    async with cluster(tokenizer) as it:
+        metrics = it.proxy.metrics
+        snapshots = LiveSnapshots(it.proxy.cluster, length_factors=metrics.length_factors)
+        assert snapshots.look().snapshot().length_errors == []
+        metrics.length_was(300, {"past": 100})
+        metrics.length_was(50, {"past": 100})
+        metrics.length_was(100, {"past": 100, "prompt": 1000})
+        prompt, past = snapshots.look().snapshot().length_errors
+        assert (prompt.source, prompt.answers, prompt.factor) == ("prompt", 1, 10.0)
+        assert (past.source, past.answers, past.factor) == ("past", 3, 2.0), "the median"
+        for _ in range(600):
+            metrics.length_was(100, {"past": 100})
+        past = snapshots.look().snapshot().length_errors[1]
+        assert (past.answers, past.factor) == (500, 1.0), "only the latest count"
+
+
 async def test_a_snapshot_has_the_load_ahead_of_a_proxy_that_forecasts(
     tokenizer: Tokenizer,
 ) -> None:

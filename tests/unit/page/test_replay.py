@@ -100,7 +100,7 @@ def test_it_is_what_other_programs_take_for_gzip_and_json_lines(path: Path) -> N
 def test_logs_from_before_figures_were_recorded_are_read(path: Path) -> None:
     (written,) = made_up(1)
     line = msgspec.to_builtins(written)
-    for name in ("accuracy", "joules", "finishes", "outlook"):
+    for name in ("accuracy", "joules", "finishes", "outlook", "length_errors"):
         del line[name]
     for instance in line["instances"]:
         del instance["step_seconds"]
@@ -109,6 +109,7 @@ def test_logs_from_before_figures_were_recorded_are_read(path: Path) -> None:
         log.write(msgspec.json.encode(line))
     (read,) = content(read_log(path))
     assert read.accuracy is read.joules is read.finishes is read.outlook is None
+    assert read.length_errors == []
     assert [one.step_seconds for one in read.instances] == [None, None]
     assert read.requests == written.requests
 
