@@ -101,11 +101,15 @@ def known_answer(request: Request, most: int) -> list[int]:
 
 def is_new_prompt(request: Request) -> bool:
     """Whether a waiting request brings a prompt whose computation has not begun."""
-    return not (
-        request.num_preemptions
-        or request.num_computed_tokens
+    prefilled = (request.kv_transfer_params or {}).get("do_remote_prefill")
+    return not (request.num_preemptions or goes_on(request) or prefilled)
+
+
+def goes_on(request: Request) -> bool:
+    """Whether a waiting request has tokens, or its cache: from here, or from another engine."""
+    return bool(
+        request.num_computed_tokens
         or request.num_output_tokens
-        or (request.kv_transfer_params or {}).get("do_remote_prefill")
         or (migration_entry(request) or {}).get("generated")
     )
 

@@ -1,6 +1,6 @@
 """How many tokens a request still has to generate, by its age and how long others became."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -67,19 +67,29 @@ class RestByAge:
         self._rests = np.divide(total, alive, out=np.maximum(t, 1.0), where=alive > 0.0)
 
 
-def peak(contexts: FloatArray, rests: FloatArray) -> float:
-    r"""Return the most tokens that requests are expected to hold together from now on.
+def held(contexts: FloatArray, rests: FloatArray, steps: npt.ArrayLike) -> FloatArray:
+    r"""Return the tokens that requests are expected to hold together so many steps from now.
 
-    .. math:: \max_h \sum_i e^{-h / E[R_i]} (c_i + h)
+    .. math:: \sum_i e^{-h / E[R_i]} (c_i + h)
 
     for c tokens now: a survival curve of which only the mean is known.
 
     Args:
         contexts: [n] tokens of each.
         rests: [n] expected tokens to go, at least 1.
+        steps: h, of any shape; so is what is returned.
+    """
+    ahead = np.asarray(steps, dtype=np.float64)[..., None]
+    tokens: FloatArray = (np.exp(-ahead / rests) * (contexts + ahead)).sum(axis=-1)
+    return tokens
+
+
+def peak(contexts: FloatArray, rests: FloatArray) -> float:
+    r"""Return the most tokens that requests are expected to hold together from now on.
+
+    The most of `held`, which has the arguments.
     """
     if len(contexts) == 0:
         return 0.0
-    steps = np.r_[0.0, np.geomspace(1.0, max(float(rests.max()), 2.0), 16)][:, None]
-    held: Any = np.exp(-steps / rests) * (contexts + steps)
-    return float(held.sum(axis=1).max())
+    steps = np.r_[0.0, np.geomspace(1.0, max(float(rests.max()), 2.0), 16)]
+    return float(held(contexts, rests, steps).max())

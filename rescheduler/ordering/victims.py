@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_collection.capture.capture_config import SECTION
-from data_collection.vllm_adapter.requests import ended_by_itself, suspended
+from data_collection.vllm_adapter.requests import ended_by_itself, goes_on, suspended
 from data_collection.vllm_adapter.scheduling import (
     cache_room,
     copied_requests,
@@ -25,7 +25,7 @@ from data_collection.vllm_adapter.scheduling import (
 )
 from data_collection.vllm_scheduler import SchedulerPart
 from predictor.live.vllm_scheduler import KnownForecasts
-from rescheduler.ordering.expected_rest import FloatArray, RestByAge, Victim, peak
+from rescheduler.ordering.expected_rest import FloatArray, RestByAge, Victim, held, peak
 
 logger = logging.getLogger("vllm.headway.victims")  # with vLLM's handler
 
@@ -67,11 +67,13 @@ class _Suspended:
     Attributes:
         request: vLLM's.
         rest: tokens that it was expected to generate.
+        since: step before which it ran.
         until: step until which others may pass it by.
     """
 
     request: Any
     rest: float
+    since: int
     until: int
 
 
@@ -86,8 +88,10 @@ class Victims(SchedulerPart):
     blocks would not be freed. The proxy says which go before others, those of background, and which
     after them, those whose end it has promised.
 
-    A suspended request is passed by what fits. It comes back when nothing else runs, or when what
-    runs and it are expected to fit until they end (`peak`). Once it has waited for twice its
+    A suspended request comes back when nothing else runs, or when what runs and it are expected to
+    fit until they end (`peak`). It is passed by what fits, but not for as long as it would take to
+    compute it anew, if it is expected to fit by then (`held`): whatever begins would overwrite its
+    blocks, which the prefix cache has. Once it has waited for twice its
     expected rest, in steps and in all, none may begin before it, and once it is back it is kept for
     good: one such request at a time, since a crowd of them would have the others wait. The rest is
     that of its forecast or of its age, whichever is shorter: a forecast that is far too long would
@@ -140,7 +144,7 @@ class Victims(SchedulerPart):
         limit, name = round(max(_LONGEST_SUSPENSION * sure, _SHORTEST_LIMIT)), request.request_id
         self._allowed[name] = min(limit, self._allowed.get(name, limit))
         until = self._step + self._allowed[name]
-        self._suspended[name] = _Suspended(request, rest, until)
+        self._suspended[name] = _Suspended(request, rest, self._step, until)
         self._kept_until.pop(name, None)
         self._back.discard(name)
 
@@ -245,27 +249,55 @@ class Victims(SchedulerPart):
         waiting = self.scheduler.waiting
         if not waiting or not self._suspended:
             return
-        first = waiting[0].request_id
-        if looks or (first in self._suspended and first not in self._back):
-            away = {name: one for name, one in self._suspended.items() if name not in self._back}
+        first, ahead = waiting[0].request_id, [n for n in self._suspended if n in self._back]
+        if keeping := self._keeping_cache():
+            going_on = (one.request_id for one in waiting if goes_on(one))
+            ahead += [n for n in going_on if n not in self._suspended] + keeping
+        away = {name: one for name, one in self._suspended.items() if name not in ahead}
+        if looks or first in away:
             last = {waiting[-1 - i].request_id for i in range(min(len(away), len(waiting)))}
             if last != away.keys():
                 move_to_back(self.scheduler, [one.request for one in away.values()])
-        if self._back and first not in self._back:
-            move_to_front(self.scheduler, [n for n in self._suspended if n in self._back])
+        if ahead and first != ahead[0]:
+            move_to_front(self.scheduler, ahead)
+
+    def _keeping_cache(self) -> list[str]:
+        """Return the suspended requests before which nothing new begins."""
+        fresh = {
+            name: one.request.num_tokens
+            for name, one in self._suspended.items()
+            if name not in self._back
+            and self._step - one.since < one.request.num_tokens / _RECOMPUTED
+            and suspended(one.request) != "first"  # all others go before those
+        }
+        if not fresh:
+            return []
+        contexts, rests = self._running()
+        steps = np.fromiter(fresh.values(), np.float64, len(fresh)) / _RECOMPUTED
+        room = cache_room(self.scheduler)[1] * self.scheduler.block_size
+        room_then = (room - held(contexts, rests, steps)).tolist()
+        return [
+            name
+            for (name, context), room in zip(fresh.items(), room_then, strict=True)
+            if context <= room
+        ]
+
+    def _running(self) -> tuple[FloatArray, FloatArray]:
+        """Return the contexts of what runs, and its expected rests, [n]."""
+        running = self.scheduler.running
+        contexts = np.fromiter((r.num_tokens for r in running), np.float64, len(running))
+        return contexts, self._rests(running)
 
     def _fitting(self) -> list[str]:
         """Return the suspended requests that come back now."""
         line = sorted(self._suspended, key=lambda name: self._suspended[name].until)[:_LOOKED_AT]
         if not line:
             return []
-        running = self.scheduler.running
         free, total = cache_room(self.scheduler)
         tokens_a_block = self.scheduler.block_size
-        rests = self._rests(running)
-        contexts = np.fromiter((r.num_tokens for r in running), np.float64, len(running))
+        contexts, rests = self._running()
         room, fitting = free * tokens_a_block, list[str]()
-        waits, idle = self._keeps_one(), not running
+        waits, idle = self._keeps_one(), not self.scheduler.running
         for name in line:
             one = self._suspended[name]
             context = float(one.request.num_tokens)

@@ -193,7 +193,7 @@ class LengthErrors(msgspec.Struct, frozen=True, kw_only=True):
         factor: half of them were at most so many times as long as forecast, or as short.
     """
 
-    source: Literal["prompt", "past", "both"]
+    source: str
     answers: int
     factor: float
 

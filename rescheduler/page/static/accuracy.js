@@ -91,7 +91,7 @@ export class LengthErrors {
 const SOURCES = { prompt: "By the prompt", past: "By the past", both: "By both" };
 
 function lengthError({ source, answers, factor }) {
-  return `${SOURCES[source]}: half within a factor of ${factor.toFixed(1)}, latest ${plural(answers, "answer")}`;
+  return `${SOURCES[source] ?? source}: half within a factor of ${factor.toFixed(1)}, latest ${plural(answers, "answer")}`;
 }
 
 // A row whose tick is what the interval promises, and whose bar is what it held.

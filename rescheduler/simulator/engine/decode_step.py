@@ -30,7 +30,7 @@ from rescheduler.simulator.engine.slots import (
     vacate,
 )
 from rescheduler.simulator.engine.step_metrics import PowerModel, count_latency, mfu_watts, record
-from rescheduler.simulator.engine.suspension import bring_back
+from rescheduler.simulator.engine.suspension import bring_back, keeps_cache
 from rescheduler.step_time.step_time import StepTime, step_seconds
 
 FloatArray = npt.NDArray[np.float64]
@@ -98,7 +98,7 @@ def slack_of(rules: Rules, cluster: Cluster, row: int, generated: int) -> float:
 
 
 @compiled_core
-def choose_batch(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> None:
+def choose_batch(rules: Rules, rests: Rests, cluster: Cluster, batch: BatchArrays, g: int) -> None:
     """Choose an instance's next step by `form_batch`: who decodes, who waits, what is prefilled.
 
     A prompt that is begun takes a place and the memory of all of its context. One whose last
@@ -106,7 +106,8 @@ def choose_batch(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> 
     """
     instance, scalars = cluster.instances[g], cluster.scalars[0]
     started, begun = instance.decoding, instance.decoding + instance.n_filling
-    n = _list_requests(rules, cluster, batch, g, False)
+    keeps = instance.suspended != NONE and keeps_cache(rules, rests, cluster, g)
+    n = _list_requests(rules, cluster, batch, g, False, keeps)
     form_batch(
         rules.service.batches,
         batch.slack[:n],
@@ -164,11 +165,12 @@ def choose_batch(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> 
 
 @compiled_core
 def _list_requests(
-    rules: Rules, cluster: Cluster, batch: BatchArrays, g: int, whole_queue: bool
+    rules: Rules, cluster: Cluster, batch: BatchArrays, g: int, whole_queue: bool, keeps: bool
 ) -> int:
     """List an instance's requests: its decodes by slot, prompts begun, its queue in its order.
 
-    Of the queue all, or those that there are places and memory for now.
+    Of the queue all, or those that there are places and memory for now; nothing new where the
+    instance ``keeps`` the cache of what it has suspended.
     """
     instance = cluster.instances[g]
     for slot in range(instance.decoding):
@@ -190,7 +192,8 @@ def _list_requests(
         request = cluster.requests[row]
         context = request.context
         on_its_way = arrives(rules, cluster, row) > cluster.scalars[0].now
-        if not whole_queue and (n >= rules.slots or context > room or on_its_way):
+        held_back = on_its_way or (keeps and request.resumes == NONE)
+        if not whole_queue and (n >= rules.slots or context > room or held_back):
             break
         # Only a budget knows that what has moved here has its cache already.
         left = 0 if whole_queue and request.resumes == MIGRATED else context
@@ -260,7 +263,7 @@ def report_budget(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) ->
 
     Until the next report, prompts placed there are subtracted from it where they are placed.
     """
-    n = _list_requests(rules, cluster, batch, g, True)
+    n = _list_requests(rules, cluster, batch, g, True, False)
     service = rules.service
     cluster.instances[g].budget = prefill_budget(
         service.batches,
@@ -292,7 +295,7 @@ def prepare_steps(rules: Rules, rests: Rests, cluster: Cluster, batch: BatchArra
         if rules.service.forms:
             if cluster.instances[g].suspended != NONE:
                 bring_back(rules, rests, cluster, g)
-            choose_batch(rules, cluster, batch, g)
+            choose_batch(rules, rests, cluster, batch, g)
 
 
 @compiled_inline
@@ -318,7 +321,7 @@ def start_steps(
         if not rules.service.forms:
             if instance.suspended != NONE:
                 bring_back(rules, rests, cluster, g)
-            _compose(rules, cluster, g)
+            _compose(rules, rests, cluster, g)
         if instance.decoding > 0 or instance.filling != NONE:
             busy = True
             if not rules.barrier:
@@ -351,14 +354,14 @@ def start_steps(
 
 
 @compiled_inline
-def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
+def _compose(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> None:
     """Admit what an instance has room for, and choose the tokens of its next step."""
     instance = cluster.instances[g]
     instance.joined = 0
     new = instance.decoding
     if rules.prefill != Prefill.CHUNKED:
         while instance.queued > 0:
-            row = admit(rules, cluster, g)
+            row = _begun(rules, rests, cluster, g)
             if row == NONE:
                 break
             again = cluster.requests[row].resumes == PREEMPTED
@@ -372,7 +375,7 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
     while budget > 0:
         row = instance.filling
         if row == NONE:
-            row = admit(rules, cluster, g)
+            row = _begun(rules, rests, cluster, g)
             if row == NONE:
                 break
             moved = cluster.requests[row].resumes == MIGRATED
@@ -393,6 +396,17 @@ def _compose(rules: Rules, cluster: Cluster, g: int) -> None:
         decode(cluster, row, g)
     instance.new_tokens = new
     instance.reading = instance.load
+
+
+@compiled_inline
+def _begun(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> int:
+    """Take the request that an instance begins next out of its queue, or return NONE."""
+    instance = cluster.instances[g]
+    if instance.suspended != NONE and instance.queue_head != NONE:
+        is_new = cluster.requests[instance.queue_head].resumes == NONE
+        if is_new and keeps_cache(rules, rests, cluster, g):
+            return NONE
+    return admit(rules, cluster, g)
 
 
 @compiled_inline

@@ -192,6 +192,27 @@ def bring_back(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> None:
 
 
 @compiled_core
+def keeps_cache(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> bool:
+    """Return whether nothing new begins yet, as it would overwrite what was just suspended.
+
+    For as long as it would take to compute that anew, if it is expected to fit by then (`held`).
+    """
+    instance = cluster.instances[g]
+    n, row = NONE, instance.suspended
+    while row != NONE:
+        request = cluster.requests[row]
+        ahead = request.context / _RECOMPUTED
+        if instance.steps - (request.until - request.allowed) < ahead:
+            if n == NONE:
+                n = _list_running(rules, rests, cluster, g)
+            then = held(rests.contexts, rests.rests, n, ahead)
+            if request.context + then <= rules.kv_capacity:
+                return True
+        row = request.next
+    return False
+
+
+@compiled_core
 def _list_running(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> int:
     """Write the contexts and expected rests of what an instance runs; return how many run."""
     instance = cluster.instances[g]
@@ -214,6 +235,15 @@ def _list_running(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> int:
     return n  # type: ignore[no-any-return]
 
 
+@compiled_inline
+def held(contexts: FloatArray, rests: FloatArray, n: int, ahead: float) -> float:
+    """Return `rescheduler.ordering.expected_rest.held` of the first n."""
+    tokens = 0.0
+    for i in range(n):
+        tokens += exp(-ahead / rests[i]) * (contexts[i] + ahead)
+    return tokens
+
+
 @compiled_core
 def peak(contexts: FloatArray, rests: FloatArray, n: int) -> float:
     """Return `rescheduler.ordering.expected_rest.peak` of the first n."""
@@ -222,8 +252,5 @@ def peak(contexts: FloatArray, rests: FloatArray, n: int) -> float:
         longest = max(longest, rests[i])
         most += contexts[i]
     for k in range(_HORIZONS):
-        ahead, held = longest ** (k / (_HORIZONS - 1)), 0.0
-        for i in range(n):
-            held += exp(-ahead / rests[i]) * (contexts[i] + ahead)
-        most = max(most, held)
+        most = max(most, held(contexts, rests, n, longest ** (k / (_HORIZONS - 1))))
     return most

@@ -234,6 +234,65 @@ def test_nobody_is_suspended_for_longer_than_its_bound(
             assert not late, "nobody begins before the one that has waited for longest"
 
 
+def suspended_beside(others: int, blocks: int = 200) -> SmallScheduler:
+    """Return a scheduler on which one of 640 tokens has just been suspended, as others run.
+
+    All are expected to have 100 tokens, and it cannot come back at once.
+    """
+    scheduler = SmallScheduler(blocks, "age")
+    for _ in range(60):
+        scheduler.victims._lengths.ended(100, was_cut=False)
+    for i in range(others):
+        scheduler.waiting.add_request(Asked(f"r{i}", 320, 60))
+    scheduler.step()
+    assert len(scheduler.running) == others
+    scheduler.victims._step = scheduler.victims._looked_at = 100
+    scheduler._suspend(Asked("suspended", 640, 50))
+    return scheduler
+
+
+def begun_after(scheduler: SmallScheduler, request: Asked) -> int:
+    """Return the steps after which a request begins that comes now."""
+    scheduler.waiting.add_request(request)
+    before = scheduler.steps
+    while request.status != RequestStatus.RUNNING:
+        scheduler.step()
+        assert scheduler.steps - before < 1_000
+    return scheduler.steps - before
+
+
+def test_nothing_overwrites_the_cache_of_one_that_is_about_to_fit_again() -> None:
+    """For the ten steps in which its 640 tokens would be computed anew."""
+    full = suspended_beside(8)
+    fits_soon = full.victims._keeping_cache
+    assert fits_soon() == ["suspended"]
+    assert begun_after(full, Asked("new", 16, 5)) == 10
+    assert [one.request_id for one in full.waiting] == ["suspended"], "it was not soon enough"
+
+
+def test_others_pass_one_that_will_not_fit_soon() -> None:
+    scheduler = suspended_beside(9)
+    assert scheduler.victims._keeping_cache() == []
+    assert begun_after(scheduler, Asked("new", 16, 5)) == 1
+
+
+def test_what_another_engine_has_begun_is_not_held_back() -> None:
+    """Its client would wait in the middle of the answer."""
+    scheduler = suspended_beside(8)
+    new, moved = Asked("new", 16, 5), Asked("moved", 16, 5)
+    moved.kv_transfer_params = {"headway": {"id": "moved", "generated": 9}}
+    scheduler.waiting.add_request(new)
+    assert begun_after(scheduler, moved) == 1
+    assert new.status == RequestStatus.WAITING
+
+
+def test_nobody_waits_for_a_request_of_background() -> None:
+    scheduler = suspended_beside(8)
+    (request,) = scheduler.waiting
+    request.kv_transfer_params = {"headway": {"id": "suspended", "suspended": "first"}}
+    assert begun_after(scheduler, Asked("new", 16, 5)) == 1
+
+
 def test_a_forecast_far_too_long_does_not_leave_one_out_for_as_long() -> None:
     scheduler = SmallScheduler(60, "rest")
     scheduler.part = lambda kind: SimpleNamespace(

@@ -190,8 +190,9 @@ class SameState:
             self._keep(state, row, instance["steps"])
         for row in chain(simulation, instance["suspended"]):
             rest, until = state.requests["rest"][row], int(state.requests["until"][row])
+            since = until - int(state.requests["allowed"][row])
             self.victims._suspended[str(row)] = _Suspended(
-                self._held(state, row, False), float(rest), until
+                self._held(state, row, False), float(rest), since, until
             )
 
     def _keep(self, state: Any, row: int, steps: int) -> None:
@@ -233,7 +234,7 @@ def test_the_engines_part_decides_alike_in_the_same_state(
 ) -> None:
     setup = crowded(victim, prefill, forecast={"name": forecast})
     simulation = Simulation(setup, JSQ_LOAD, seed=2)
-    chosen = came_back = 0
+    chosen = came_back = kept = 0
     for _ in paused(simulation, 0.17):
         instances = simulation.engine.cluster.instances
         instances["unlearned"] = instances["learn_after"] + 1
@@ -249,6 +250,9 @@ def test_the_engines_part_decides_alike_in_the_same_state(
                 state = request.row, request.num_output_tokens, request.num_tokens
                 by_age = suspension.rest_by_age(rests, cluster, g, *state)
                 assert there.victims._rests_by_age([request])[0] == pytest.approx(by_age)
+            keeps = suspension.keeps_cache(rules, rests, cluster, g)
+            assert keeps == bool(there.victims._keeping_cache())
+            kept += keeps
             crowd = there.running[:decoding]
             there.running[:], all_running = crowd, there.running[:]
             there.victims._order()
@@ -268,6 +272,7 @@ def test_the_engines_part_decides_alike_in_the_same_state(
             came_back += len(back)
     assert chosen > 20
     assert came_back > 5
+    assert kept > 5
 
 
 @given(
