@@ -3,7 +3,8 @@
     python -m benchmarks.emulator_check [--report] [--check] [--requests N] [--json OUT]
 
 Serves requests on four emulated engines, as `benchmarks.emulated_fleet` does, by four policies
-without forecasts at 90, 105 and 130% of the capacity, then simulates the same requests with the
+without forecasts at 90, 105 and 130% of the capacity, by one of them also with suspension by age,
+then simulates the same requests with the
 same times of steps: what differs is the simulator's idea of vLLM's scheduler, of its queue, its
 blocks and its preemptions. What is finished is kept in the folder and not run again; what
 `benchmarks.emulated_fleet` has kept counts, too.
@@ -61,7 +62,7 @@ from rescheduler.simulator.simulation import create_candidates, run, run_setup
 COMPARED = ("latency", "ttft", "tpot", "goodput", "preemptions")
 BLOCK = 32
 LOADS = (1.05, 0.9, 1.3)
-POLICIES = ("jsq_load", "vllm", "max_capacity", "reserve")
+REPEATABLE = ("jsq_load", "jsq_load_age", "vllm", "max_capacity", "reserve")
 FLEET = Path("benchmarks/results/emulated_fleet")
 DILATION, CAPACITY = 2.0, 16.19
 """Requests a second, as `benchmarks.emulated_fleet` has measured."""
@@ -83,7 +84,7 @@ def main() -> None:
         fleet = fleet_of(options.requests, options.out)
         fleet.scratch.mkdir(parents=True, exist_ok=True)
         with resumable():
-            fleet.run_missing(POLICIES, rounds=1)
+            fleet.run_missing(REPEATABLE, rounds=1)
     found = emulated_runs((FLEET, options.out))
     if FITTED not in found:
         sys.exit(f"{options.out}: no runs of {FITTED[1]} at {FITTED[0]}%: leave --report out")
@@ -169,7 +170,7 @@ def emulated_runs(folders: Sequence[Path]) -> dict[tuple[str, str], list[dict[st
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     files = [file for folder in folders for file in sorted(folder.glob("*/round-*/*.json"))]
     for file in files:
-        if file.stem not in POLICIES:
+        if file.stem not in REPEATABLE:
             continue
         kept = json.loads(file.read_text())
         load, number = file.parent.parent.name, int(file.parent.name.removeprefix("round-"))
@@ -198,6 +199,7 @@ def simulated_run(
                     prefix_caching=True,
                     block_tokens=BLOCK,
                     dispatch_s=dispatch,
+                    victim=ARMS[arm].victim,
                 ),
                 clock="independent",
                 prefill=PrefillConfig(

@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
+from data_collection.vllm_adapter.requests import goes_on
 from data_collection.vllm_adapter.support import BINDS_CACHE_MANAGER
 
 _LONGEST_ON_ITS_WAY = 10.0
@@ -237,6 +238,14 @@ def cache_room(scheduler: Any) -> tuple[int, int]:
 def is_preempted(request: Any) -> bool:
     """Return whether a request waits since it was preempted."""
     return bool(request.status == RequestStatus.PREEMPTED)
+
+
+def going_on(scheduler: Any) -> list[str]:
+    """Return the waiting requests that have tokens or a cache, from here or another engine."""
+    skipped = getattr(scheduler, "skipped_waiting", ())
+    remote = RequestStatus.WAITING_FOR_REMOTE_KVS
+    waiting = (*skipped, *scheduler.waiting)
+    return [one.request_id for one in waiting if one.status == remote or goes_on(one)]
 
 
 def copied_requests(scheduler: Any) -> set[str]:

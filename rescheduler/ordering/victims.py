@@ -19,6 +19,7 @@ from data_collection.vllm_adapter.requests import ended_by_itself, goes_on, susp
 from data_collection.vllm_adapter.scheduling import (
     cache_room,
     copied_requests,
+    going_on,
     is_preempted,
     move_to_back,
     move_to_front,
@@ -112,6 +113,7 @@ class Victims(SchedulerPart):
         self._allowed: dict[str, int] = {}
         """Steps for which others may pass those that were suspended yet."""
         self._back: set[str] = set()
+        self._keeps = False
         self._step = self._looked_at = self._sorted_at = 0
         self._sorted: tuple[int, Any] = 0, None
         self._failed = False
@@ -121,6 +123,7 @@ class Victims(SchedulerPart):
         if self._victim == "newest":
             return
         self._step += 1
+        self._keeps = False
         try:
             if self._suspended:
                 self._line_up()
@@ -129,11 +132,13 @@ class Victims(SchedulerPart):
             self._note_failure("vLLM chooses whom to suspend, since the order failed")
 
     def most_tokens(self, request: Any, tokens: int) -> int:
-        """Compute nothing of a request that stays suspended."""
-        if self._suspended and request.request_id in self._suspended:
+        """Compute nothing of a request that stays suspended, nor of what may not pass it yet."""
+        if not self._suspended:
+            return tokens
+        if request.request_id in self._suspended:
             holds_cache = request.num_computed_tokens > 0  # as one whose cache was loaded again
             return tokens if holds_cache or request.request_id in self._back else 0
-        return tokens
+        return 0 if self._keeps and not goes_on(request) else tokens
 
     def preempted(self, request: Any) -> None:
         """Note that vLLM has suspended a request."""
@@ -250,11 +255,13 @@ class Victims(SchedulerPart):
         if not waiting or not self._suspended:
             return
         first, ahead = waiting[0].request_id, [n for n in self._suspended if n in self._back]
-        if keeping := self._keeping_cache():
-            going_on = (one.request_id for one in waiting if goes_on(one))
-            ahead += [n for n in going_on if n not in self._suspended] + keeping
-        away = {name: one for name, one in self._suspended.items() if name not in ahead}
-        if looks or first in away:
+        keeping = self._keeping_cache()
+        self._keeps = bool(keeping)
+        if keeping:
+            ahead += [n for n in going_on(self.scheduler) if n not in self._suspended] + keeping
+        before = {*ahead}
+        if looks or (first in self._suspended and first not in before):
+            away = {name: one for name, one in self._suspended.items() if name not in before}
             last = {waiting[-1 - i].request_id for i in range(min(len(away), len(waiting)))}
             if last != away.keys():
                 move_to_back(self.scheduler, [one.request for one in away.values()])

@@ -248,7 +248,13 @@ BY_CHANCE = 5.0
 
 @pytest.mark.parametrize(
     ("load", "arm"),
-    [("90", "jsq_load"), ("105", "jsq_load"), ("105", "max_capacity"), ("130", "reserve")],
+    [
+        ("90", "jsq_load"),
+        ("105", "jsq_load"),
+        ("105", "jsq_load_age"),
+        ("105", "max_capacity"),
+        ("130", "reserve"),
+    ],
 )
 def test_preemptions_and_latencies_are_those_of_vllm(load: str, arm: str) -> None:
     found = emulated_runs((FLEET, KEPT))
