@@ -235,6 +235,11 @@ def cache_room(scheduler: Any) -> tuple[int, int]:
     return pool.get_num_free_blocks() // len(groups), pool.num_gpu_blocks // len(groups)
 
 
+def caches_prefixes(scheduler: Any) -> bool:
+    """Return whether a preempted request finds again what nothing has overwritten of its cache."""
+    return bool(scheduler.kv_cache_manager.enable_caching)
+
+
 def is_preempted(request: Any) -> bool:
     """Return whether a request waits since it was preempted."""
     return bool(request.status == RequestStatus.PREEMPTED)

@@ -18,6 +18,7 @@ from data_collection.capture.capture_config import SECTION
 from data_collection.vllm_adapter.requests import ended_by_itself, goes_on, suspended
 from data_collection.vllm_adapter.scheduling import (
     cache_room,
+    caches_prefixes,
     copied_requests,
     going_on,
     is_preempted,
@@ -277,7 +278,7 @@ class Victims(SchedulerPart):
             and self._step - one.since < one.request.num_tokens / _RECOMPUTED
             and suspended(one.request) != "first"  # all others go before those
         }
-        if not fresh:
+        if not fresh or not caches_prefixes(self.scheduler):
             return []
         contexts, rests = self._running()
         steps = np.fromiter(fresh.values(), np.float64, len(fresh)) / _RECOMPUTED

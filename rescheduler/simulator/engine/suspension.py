@@ -197,6 +197,8 @@ def keeps_cache(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> bool:
 
     For as long as it would take to compute that anew, if it is expected to fit by then (`held`).
     """
+    if not rules.prefix_caching:
+        return False
     instance = cluster.instances[g]
     n, row = NONE, instance.suspended
     while row != NONE:

@@ -57,7 +57,7 @@ class SmallScheduler:
         self.waiting = FCFSRequestQueue()
         self.free, self.slots, self.block_size = blocks, slots, BLOCK
         pool = SimpleNamespace(num_gpu_blocks=blocks, get_num_free_blocks=lambda: self.free)
-        self.kv_cache_manager = SimpleNamespace(block_pool=pool)
+        self.kv_cache_manager = SimpleNamespace(block_pool=pool, enable_caching=True)
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
         self.steps = self.preemptions = self.failures = 0
         self.ended: list[Asked] = []
@@ -268,6 +268,12 @@ def test_nothing_overwrites_the_cache_of_one_that_is_about_to_fit_again() -> Non
     assert fits_soon() == ["suspended"]
     assert begun_after(full, Asked("new", 16, 5)) == 10
     assert [one.request_id for one in full.waiting] == ["suspended"], "it was not soon enough"
+
+
+def test_nothing_waits_for_a_cache_that_is_not_kept() -> None:
+    scheduler = suspended_beside(8)
+    scheduler.kv_cache_manager.enable_caching = False
+    assert begun_after(scheduler, Asked("new", 16, 5)) == 1
 
 
 def test_others_pass_one_that_will_not_fit_soon() -> None:

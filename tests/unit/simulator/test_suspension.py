@@ -170,7 +170,8 @@ class SameState:
         pool = SimpleNamespace(
             num_gpu_blocks=capacity, get_num_free_blocks=lambda: int(capacity - held)
         )
-        self.kv_cache_manager = SimpleNamespace(block_pool=pool)
+        caches = simulation.engine.rules.prefix_caching
+        self.kv_cache_manager = SimpleNamespace(block_pool=pool, enable_caching=caches)
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
         self.left: dict[int, float] = {}
         self.running: list[Any] = []
@@ -228,11 +229,12 @@ class SameState:
 
 @pytest.mark.parametrize("victim", OTHERS)
 @pytest.mark.parametrize("forecast", ["oracle", "none"])
-@pytest.mark.parametrize("prefill", ["none", "chunked"])
+@pytest.mark.parametrize(("prefill", "caches"), [("none", False), ("chunked", True)])
 def test_the_engines_part_decides_alike_in_the_same_state(
-    victim: str, forecast: str, prefill: str
+    victim: str, forecast: str, prefill: str, caches: bool
 ) -> None:
-    setup = crowded(victim, prefill, forecast={"name": forecast})
+    cluster = {"prefix_caching": caches}
+    setup = crowded(victim, prefill, forecast={"name": forecast}, cluster=cluster)
     simulation = Simulation(setup, JSQ_LOAD, seed=2)
     chosen = came_back = kept = 0
     for _ in paused(simulation, 0.17):
@@ -272,7 +274,7 @@ def test_the_engines_part_decides_alike_in_the_same_state(
             came_back += len(back)
     assert chosen > 20
     assert came_back > 5
-    assert kept > 5
+    assert (kept > 5) == caches
 
 
 @given(
