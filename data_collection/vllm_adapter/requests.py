@@ -106,7 +106,7 @@ def is_new_prompt(request: Request) -> bool:
 
 
 def goes_on(request: Request) -> bool:
-    """Whether a waiting request has tokens, or its cache: from here, or from another engine."""
+    """Whether a waiting request has tokens, from here or another engine, or a cache here."""
     return bool(
         request.num_computed_tokens
         or request.num_output_tokens

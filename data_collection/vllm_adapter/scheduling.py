@@ -246,7 +246,7 @@ def is_preempted(request: Any) -> bool:
 
 
 def going_on(scheduler: Any) -> list[str]:
-    """Return the waiting requests that have tokens or a cache, from here or another engine."""
+    """Return the waiting requests that have tokens, from here or another engine, or a cache."""
     skipped = getattr(scheduler, "skipped_waiting", ())
     remote = RequestStatus.WAITING_FOR_REMOTE_KVS
     waiting = (*skipped, *scheduler.waiting)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_collection.capture.capture_config import SECTION
-from data_collection.vllm_adapter.requests import ended_by_itself, goes_on, suspended
+from data_collection.vllm_adapter.requests import ended_by_itself, is_new_prompt, suspended
 from data_collection.vllm_adapter.scheduling import (
     cache_room,
     caches_prefixes,
@@ -43,6 +43,8 @@ _LOOKED_AT = 16
 """Suspended requests for which room is looked for at a time."""
 _RECOMPUTED = 64.0
 """Tokens of context that are computed again in the time of about a step."""
+_LONGEST_HOLD = 128.0
+"""Steps for which nothing new begins before one that has just been suspended, at most."""
 _COPIED, _KEPT, _LAST, _ANY, _FIRST = range(5)
 _GROUPS = {"first": _FIRST, "last": _LAST}
 
@@ -92,8 +94,8 @@ class Victims(SchedulerPart):
 
     A suspended request comes back when nothing else runs, or when what runs and it are expected to
     fit until they end (`peak`). It is passed by what fits, but not for as long as it would take to
-    compute it anew, if it is expected to fit by then (`held`): whatever begins would overwrite its
-    blocks, which the prefix cache has. Once it has waited for twice its
+    compute it anew, 128 steps at most, if it is expected to fit by then (`held`): whatever begins
+    would overwrite its blocks, which the prefix cache has. Once it has waited for twice its
     expected rest, in steps and in all, none may begin before it, and once it is back it is kept for
     good: one such request at a time, since a crowd of them would have the others wait. The rest is
     that of its forecast or of its age, whichever is shorter: a forecast that is far too long would
@@ -115,6 +117,8 @@ class Victims(SchedulerPart):
         """Steps for which others may pass those that were suspended yet."""
         self._back: set[str] = set()
         self._keeps = False
+        self._going_on: list[str] = []
+        self._waited = -1
         self._step = self._looked_at = self._sorted_at = 0
         self._sorted: tuple[int, Any] = 0, None
         self._failed = False
@@ -130,6 +134,8 @@ class Victims(SchedulerPart):
                 self._line_up()
             self._order()
         except Exception:  # an engine ends by one
+            self._suspended.clear()  # all wait as vLLM has them wait
+            self._back.clear()
             self._note_failure("vLLM chooses whom to suspend, since the order failed")
 
     def most_tokens(self, request: Any, tokens: int) -> int:
@@ -139,7 +145,7 @@ class Victims(SchedulerPart):
         if request.request_id in self._suspended:
             holds_cache = request.num_computed_tokens > 0  # as one whose cache was loaded again
             return tokens if holds_cache or request.request_id in self._back else 0
-        return 0 if self._keeps and not goes_on(request) else tokens
+        return 0 if self._keeps and is_new_prompt(request) else tokens
 
     def preempted(self, request: Any) -> None:
         """Note that vLLM has suspended a request."""
@@ -248,7 +254,7 @@ class Victims(SchedulerPart):
         """Put suspended requests behind all others, but for those that come back."""
         for name in [n for n, one in self._suspended.items() if not is_preempted(one.request)]:
             self._forget(name)  # its cache is loaded from elsewhere
-        looks = self._step - self._looked_at >= _LOOKED_STEPS
+        looks = self._step - self._looked_at >= _LOOKED_STEPS or not self.scheduler.running
         if looks:
             self._looked_at = self._step
             self._back = set(self._fitting())
@@ -259,35 +265,36 @@ class Victims(SchedulerPart):
         keeping = self._keeping_cache()
         self._keeps = bool(keeping)
         if keeping:
-            ahead += [n for n in going_on(self.scheduler) if n not in self._suspended] + keeping
+            if looks or len(waiting) != self._waited:
+                self._going_on = going_on(self.scheduler)
+            ahead += [n for n in self._going_on if n not in self._suspended] + keeping
+        self._waited = len(waiting) if keeping else -1
         before = {*ahead}
         if looks or (first in self._suspended and first not in before):
             away = {name: one for name, one in self._suspended.items() if name not in before}
             last = {waiting[-1 - i].request_id for i in range(min(len(away), len(waiting)))}
             if last != away.keys():
                 move_to_back(self.scheduler, [one.request for one in away.values()])
-        if ahead and first != ahead[0]:
+        if any(one.request_id != name for one, name in zip(waiting, ahead, strict=False)):
             move_to_front(self.scheduler, ahead)
 
     def _keeping_cache(self) -> list[str]:
         """Return the suspended requests before which nothing new begins."""
-        fresh = {
-            name: one.request.num_tokens
-            for name, one in self._suspended.items()
-            if name not in self._back
-            and self._step - one.since < one.request.num_tokens / _RECOMPUTED
-            and suspended(one.request) != "first"  # all others go before those
-        }
+        fresh = dict[str, float]()
+        for name, one in self._suspended.items():
+            steps = min(one.request.num_tokens / _RECOMPUTED, _LONGEST_HOLD)
+            is_fresh = self._step - one.since < steps and name not in self._back
+            if is_fresh and suspended(one.request) != "first":  # all others go before those
+                fresh[name] = steps
         if not fresh or not caches_prefixes(self.scheduler):
             return []
         contexts, rests = self._running()
-        steps = np.fromiter(fresh.values(), np.float64, len(fresh)) / _RECOMPUTED
-        room = cache_room(self.scheduler)[1] * self.scheduler.block_size
-        room_then = (room - held(contexts, rests, steps)).tolist()
+        room = cache_room(self.scheduler)[0] * self.scheduler.block_size + contexts.sum()
+        room_then = room - held(contexts, rests, list(fresh.values()))
         return [
             name
-            for (name, context), room in zip(fresh.items(), room_then, strict=True)
-            if context <= room
+            for name, room in zip(fresh, room_then.tolist(), strict=True)
+            if self._suspended[name].request.num_tokens <= room
         ]
 
     def _running(self) -> tuple[FloatArray, FloatArray]:

@@ -23,6 +23,8 @@ _LONGEST_SUSPENSION, _SHORTEST_LIMIT = 2.0, 256.0
 the forecast's or that of its age, whichever is shorter."""
 _RECOMPUTED = 64.0
 """Tokens of context that are computed again in the time of about a step."""
+_LONGEST_HOLD = 128.0
+"""Steps for which nothing new begins, at most."""
 _FOR_GOOD = 1 << 62
 _HORIZONS = 16
 
@@ -200,15 +202,16 @@ def keeps_cache(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> bool:
     if not rules.prefix_caching:
         return False
     instance = cluster.instances[g]
-    n, row = NONE, instance.suspended
+    n, room, row = NONE, 0, instance.suspended
     while row != NONE:
         request = cluster.requests[row]
-        ahead = request.context / _RECOMPUTED
+        ahead = min(request.context / _RECOMPUTED, _LONGEST_HOLD)
         if instance.steps - (request.until - request.allowed) < ahead:
             if n == NONE:
                 n = _list_running(rules, rests, cluster, g)
-            then = held(rests.contexts, rests.rests, n, ahead)
-            if request.context + then <= rules.kv_capacity:
+                room = rules.kv_capacity - instance.arriving_tokens - instance.leaving_tokens
+                room -= rules.lost_tokens * (n + instance.arriving)
+            if request.context + held(rests.contexts, rests.rests, n, ahead) <= room:
                 return True
         row = request.next
     return False

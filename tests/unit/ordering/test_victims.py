@@ -32,6 +32,7 @@ class Asked:
     status: Any = RequestStatus.WAITING
     blocks: int = 0
     num_computed_tokens: int = 0
+    num_preemptions: int = 0
     suspended_at: int = -1
     sampling_params: Any = None
     kv_transfer_params: Any = None
@@ -290,6 +291,59 @@ def test_what_another_engine_has_begun_is_not_held_back() -> None:
     scheduler.waiting.add_request(new)
     assert begun_after(scheduler, moved) == 1
     assert new.status == RequestStatus.WAITING
+
+
+def test_what_another_engine_has_begun_passes_what_waits_for_something_else() -> None:
+    """As for its grammar: vLLM skips it, and stops at the suspended one behind it."""
+    scheduler = suspended_beside(8)
+    skipped, new, moved = Asked("skipped", 16, 5), Asked("new", 16, 5), Asked("moved", 16, 5)
+    for request in (skipped, moved):
+        request.kv_transfer_params = {"headway": {"id": request.request_id, "generated": 9}}
+    for request in (skipped, new):
+        scheduler.waiting.add_request(request)
+    scheduler.victims.before_scheduling()
+    scheduler.waiting.add_request(moved)
+    scheduler.victims.before_scheduling()
+    order = ["skipped", "moved", "suspended", "new"]
+    assert [one.request_id for one in scheduler.waiting] == order
+
+
+def test_a_prefilled_request_whose_cache_could_not_be_loaded_is_computed() -> None:
+    """vLLM looks at it before all others, and stops there if it gets no tokens."""
+    scheduler = suspended_beside(8)
+    failed = Asked("failed", 16, 5, kv_transfer_params={"do_remote_prefill": True})
+    scheduler.waiting.add_request(Asked("new", 16, 5))
+    scheduler.victims.before_scheduling()
+    assert scheduler.victims.most_tokens(failed, 16) == 16
+    assert scheduler.victims.most_tokens(Asked("other", 16, 5), 16) == 0
+
+
+def test_what_others_hold_is_no_room() -> None:
+    """As blocks that another engine reads."""
+    scheduler = suspended_beside(8)
+    scheduler.free = 0
+    assert scheduler.victims._keeping_cache() == []
+
+
+def test_nothing_waits_long_for_a_huge_context() -> None:
+    scheduler = SmallScheduler(12_800, "age", slots=256)
+    for _ in range(60):
+        scheduler.victims._lengths.ended(100, was_cut=False)
+    for name in ("a", "b"):
+        scheduler.waiting.add_request(Asked(name, 100_000, 3_000, max_tokens=5_000))
+    while not scheduler.suspended:
+        scheduler.step()
+        assert scheduler.steps < 10_000
+    assert 50 < begun_after(scheduler, Asked("new", 200, 5)) <= 129
+
+
+def test_one_comes_back_at_once_where_nothing_runs() -> None:
+    scheduler = suspended_beside(1)
+    scheduler.running.clear()
+    scheduler.free = 200
+    scheduler.victims._looked_at = scheduler.victims._step
+    scheduler.step()
+    assert [one.request_id for one in scheduler.running] == ["suspended"]
 
 
 def test_nobody_waits_for_a_request_of_background() -> None:
