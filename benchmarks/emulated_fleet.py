@@ -213,7 +213,8 @@ def draw(found: Mapping[float, Arms], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = {"latency": "mean latency", "ttft": "time to first token", "gap_p99": "P99 of pauses"}
-    size = (3 * len(shown), 2.4 * len(found))
+    rows = max(map(len, found.values()))
+    size = (3 * len(shown), (0.8 + 0.2 * rows) * len(found))
     figure, axes = plt.subplots(
         len(found), len(shown), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
