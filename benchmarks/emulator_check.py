@@ -4,10 +4,9 @@
 
 Serves requests on four emulated engines, as `benchmarks.emulated_fleet` does, by four policies
 without forecasts at 90, 105 and 130% of the capacity, by one of them also with suspension by age,
-then simulates the same requests with the
-same times of steps: what differs is the simulator's idea of vLLM's scheduler, of its queue, its
-blocks and its preemptions. What is finished is kept in the folder and not run again; what
-`benchmarks.emulated_fleet` has kept counts, too.
+then simulates the same requests with the same times of steps: what differs is the simulator's idea
+of vLLM's scheduler, of its queue, its blocks and its preemptions. What is finished is kept in the
+folder and not run again; what `benchmarks.emulated_fleet` has kept counts, too.
 
 One number is fitted: how long a request is on its way from the router to an engine (``dispatch``),
 so that at 90% first tokens come as late as they do with `jsq_load`. Who is preempted is a matter of

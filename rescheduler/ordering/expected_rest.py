@@ -13,6 +13,15 @@ Victim = Literal["rest", "age", "context", "newest"]
 """Whom an engine suspends: the request with the longest expected rest, by its forecast or by its
 age alone, that with the longest context, or, as vLLM does, the one that came last."""
 
+LOOKED_STEPS, LOOKED_AT = 8, 16
+"""Steps between two looks for room for suspended requests, and of how many each looks at."""
+LONGEST_SUSPENSION, SHORTEST_LIMIT = 2.0, 256.0
+"""Steps for which one is passed by, as a multiple of its expected rest, and at least. The rest is
+the forecast's or that of its age, whichever is shorter."""
+RECOMPUTED = 64.0
+"""Tokens of context that are computed again in the time of about a step."""
+LONGEST_HOLD = 128.0
+"""Steps for which nothing new begins before one that has just been suspended, at most."""
 _KEPT, _FEWEST = 1024, 30
 
 

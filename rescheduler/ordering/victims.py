@@ -27,24 +27,26 @@ from data_collection.vllm_adapter.scheduling import (
 )
 from data_collection.vllm_scheduler import SchedulerPart
 from predictor.live.vllm_scheduler import KnownForecasts
-from rescheduler.ordering.expected_rest import FloatArray, RestByAge, Victim, held, peak
+from rescheduler.ordering.expected_rest import (
+    LONGEST_HOLD,
+    LONGEST_SUSPENSION,
+    LOOKED_AT,
+    LOOKED_STEPS,
+    RECOMPUTED,
+    SHORTEST_LIMIT,
+    FloatArray,
+    RestByAge,
+    Victim,
+    held,
+    peak,
+)
 
 logger = logging.getLogger("vllm.headway.victims")  # with vLLM's handler
 
 _NEARLY_FULL = 0.1
 """Share of the cache that is free, from which on the order of what runs matters."""
-_SORTED_STEPS, _LOOKED_STEPS = 16, 8
-"""Steps after which the order is made anew though nothing came or went, and between two looks for
-room for one that is suspended."""
-_LONGEST_SUSPENSION, _SHORTEST_LIMIT = 2.0, 256.0
-"""Steps for which one is passed by, as a multiple of its expected rest, and at least. The rest is
-the forecast's or that of its age, whichever is shorter."""
-_LOOKED_AT = 16
-"""Suspended requests for which room is looked for at a time."""
-_RECOMPUTED = 64.0
-"""Tokens of context that are computed again in the time of about a step."""
-_LONGEST_HOLD = 128.0
-"""Steps for which nothing new begins before one that has just been suspended, at most."""
+_SORTED_STEPS = 16
+"""Steps after which the order is made anew though nothing came or went."""
 _COPIED, _KEPT, _LAST, _ANY, _FIRST = range(5)
 _GROUPS = {"first": _FIRST, "last": _LAST}
 
@@ -153,7 +155,7 @@ class Victims(SchedulerPart):
             return
         rest = float(self._rests([request])[0])
         sure = min(rest, float(self._rests_by_age([request])[0]))
-        limit, name = round(max(_LONGEST_SUSPENSION * sure, _SHORTEST_LIMIT)), request.request_id
+        limit, name = round(max(LONGEST_SUSPENSION * sure, SHORTEST_LIMIT)), request.request_id
         self._allowed[name] = min(limit, self._allowed.get(name, limit))
         until = self._step + self._allowed[name]
         self._suspended[name] = _Suspended(request, rest, self._step, until)
@@ -164,7 +166,7 @@ class Victims(SchedulerPart):
         """Note which suspended requests are back."""
         for name in [name for name in self._back if name in output.num_scheduled_tokens]:
             suspended = self._suspended[name]
-            gained = round(min(suspended.rest, suspended.request.num_tokens / _RECOMPUTED))
+            gained = round(min(suspended.rest, suspended.request.num_tokens / RECOMPUTED))
             self._allowed[name] = max(0, suspended.until - self._step)
             for_good = not self._allowed[name] and not self._keeps_one()
             self._kept_until[name] = inf if for_good else self._step + gained
@@ -254,7 +256,7 @@ class Victims(SchedulerPart):
         """Put suspended requests behind all others, but for those that come back."""
         for name in [n for n, one in self._suspended.items() if not is_preempted(one.request)]:
             self._forget(name)  # its cache is loaded from elsewhere
-        looks = self._step - self._looked_at >= _LOOKED_STEPS or not self.scheduler.running
+        looks = self._step - self._looked_at >= LOOKED_STEPS or not self.scheduler.running
         if looks:
             self._looked_at = self._step
             self._back = set(self._fitting())
@@ -282,7 +284,7 @@ class Victims(SchedulerPart):
         """Return the suspended requests before which nothing new begins."""
         fresh = dict[str, float]()
         for name, one in self._suspended.items():
-            steps = min(one.request.num_tokens / _RECOMPUTED, _LONGEST_HOLD)
+            steps = min(one.request.num_tokens / RECOMPUTED, LONGEST_HOLD)
             is_fresh = self._step - one.since < steps and name not in self._back
             if is_fresh and suspended(one.request) != "first":  # all others go before those
                 fresh[name] = steps
@@ -305,7 +307,7 @@ class Victims(SchedulerPart):
 
     def _fitting(self) -> list[str]:
         """Return the suspended requests that come back now."""
-        line = sorted(self._suspended, key=lambda name: self._suspended[name].until)[:_LOOKED_AT]
+        line = sorted(self._suspended, key=lambda name: self._suspended[name].until)[:LOOKED_AT]
         if not line:
             return []
         free, total = cache_room(self.scheduler)

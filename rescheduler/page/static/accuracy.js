@@ -1,12 +1,11 @@
 // How good forecasts were; nothing where nobody knows.
 
-import { element, say } from "./elements.js";
+import { element, region, say } from "./elements.js";
 import { percent, plural, whole } from "./words.js";
 
 const INTERVALS = [50, 80, 90], FINISHES = 80;
 
 export class Accuracy {
-  #id;
   #count = element("p", { class: "count" });
   #bars = element("ul", { class: "intervals", "aria-label": "Share of the ends inside each interval" });
   #median = element("p", { class: "median-error" });
@@ -14,12 +13,11 @@ export class Accuracy {
   #drift = element("p", { class: "verdict" });
 
   constructor(id) {
-    this.#id = `${id}-accuracy`;
     this.#bars.append(...INTERVALS.map(bar));
-    this.section = element(
-      "section",
-      { class: "accuracy", "aria-labelledby": this.#id, hidden: true },
-      element("div", {}, element("h3", { id: this.#id }, "Forecasts, last hour"), this.#count),
+    this.section = region(
+      `${id}-accuracy`,
+      "Forecasts, last hour",
+      [this.#count],
       this.#bars,
       element("div", { class: "words" }, this.#median, this.#alarm, this.#drift),
     );
@@ -43,11 +41,10 @@ export class FinishTimes {
   #promises = element("p");
 
   constructor(id) {
-    const title = `${id}-finish-times`;
-    this.section = element(
-      "section",
-      { class: "accuracy", "aria-labelledby": title, hidden: true },
-      element("div", {}, element("h3", { id: title }, "Finish times"), this.#count),
+    this.section = region(
+      `${id}-finish-times`,
+      "Finish times",
+      [this.#count],
       this.#bars,
       element("div", { class: "words" }, this.#promises),
     );
@@ -71,13 +68,8 @@ export class LengthErrors {
   #list = element("ul");
 
   constructor(id) {
-    const title = `${id}-length-errors`;
-    this.section = element(
-      "section",
-      { class: "accuracy", "aria-labelledby": title, hidden: true },
-      element("h3", { id: title }, "Lengths on arrival"),
-      element("div", { class: "words" }, this.#list),
-    );
+    const words = element("div", { class: "words" }, this.#list);
+    this.section = region(`${id}-length-errors`, "Lengths on arrival", [], words);
   }
 
   update(errors = []) {

@@ -11,6 +11,12 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
+// A titled part of a panel, hidden until there is something to say.
+export function region(id, title, below, ...children) {
+  const heading = element("div", {}, element("h3", { id }, title), ...below);
+  return element("section", { class: "accuracy", "aria-labelledby": id, hidden: true }, heading, ...children);
+}
+
 export function say(where, text) {
   if (where.textContent !== text) where.textContent = text;
 }

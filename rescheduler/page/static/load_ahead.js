@@ -1,6 +1,6 @@
 // The load that was expected, and the one that came; nothing where nobody forecasts it.
 
-import { element, say } from "./elements.js";
+import { element, region, say } from "./elements.js";
 import { plural, seconds, short, whole } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -18,15 +18,14 @@ export class LoadAhead {
   #past = [];
 
   constructor(id) {
-    const title = `${id}-load-ahead`;
     for (const [name, value] of Object.entries({
       class: "spark", role: "img", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none",
     })) this.#picture.setAttribute(name, value);
     this.#picture.append(this.#band, this.#median, this.#now);
-    this.section = element(
-      "section",
-      { class: "accuracy", "aria-labelledby": title, hidden: true },
-      element("div", {}, element("h3", { id: title }, "Load ahead"), this.#expected),
+    this.section = region(
+      `${id}-load-ahead`,
+      "Load ahead",
+      [this.#expected],
       this.#picture,
       element("div", { class: "words" }, this.#came, this.#wanted),
     );

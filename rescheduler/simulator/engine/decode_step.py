@@ -98,7 +98,7 @@ def slack_of(rules: Rules, cluster: Cluster, row: int, generated: int) -> float:
 
 
 @compiled_core
-def choose_batch(rules: Rules, rests: Rests, cluster: Cluster, batch: BatchArrays, g: int) -> None:
+def choose_batch(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) -> None:
     """Choose an instance's next step by `form_batch`: who decodes, who waits, what is prefilled.
 
     A prompt that is begun takes a place and the memory of all of its context. One whose last
@@ -106,8 +106,7 @@ def choose_batch(rules: Rules, rests: Rests, cluster: Cluster, batch: BatchArray
     """
     instance, scalars = cluster.instances[g], cluster.scalars[0]
     started, begun = instance.decoding, instance.decoding + instance.n_filling
-    keeps = instance.suspended != NONE and keeps_cache(rules, rests, cluster, g)
-    n = _list_requests(rules, cluster, batch, g, False, keeps)
+    n = _list_requests(rules, cluster, batch, g, False)
     form_batch(
         rules.service.batches,
         batch.slack[:n],
@@ -165,12 +164,11 @@ def choose_batch(rules: Rules, rests: Rests, cluster: Cluster, batch: BatchArray
 
 @compiled_core
 def _list_requests(
-    rules: Rules, cluster: Cluster, batch: BatchArrays, g: int, whole_queue: bool, keeps: bool
+    rules: Rules, cluster: Cluster, batch: BatchArrays, g: int, whole_queue: bool
 ) -> int:
     """List an instance's requests: its decodes by slot, prompts begun, its queue in its order.
 
-    Of the queue all, or those that there are places and memory for now; nothing new where the
-    instance ``keeps`` the cache of what it has suspended.
+    Of the queue all, or those that there are places and memory for now.
     """
     instance = cluster.instances[g]
     for slot in range(instance.decoding):
@@ -192,8 +190,7 @@ def _list_requests(
         request = cluster.requests[row]
         context = request.context
         on_its_way = arrives(rules, cluster, row) > cluster.scalars[0].now
-        held_back = on_its_way or (keeps and request.resumes == NONE)
-        if not whole_queue and (n >= rules.slots or context > room or held_back):
+        if not whole_queue and (n >= rules.slots or context > room or on_its_way):
             break
         # Only a budget knows that what has moved here has its cache already.
         left = 0 if whole_queue and request.resumes == MIGRATED else context
@@ -263,7 +260,7 @@ def report_budget(rules: Rules, cluster: Cluster, batch: BatchArrays, g: int) ->
 
     Until the next report, prompts placed there are subtracted from it where they are placed.
     """
-    n = _list_requests(rules, cluster, batch, g, True, False)
+    n = _list_requests(rules, cluster, batch, g, True)
     service = rules.service
     cluster.instances[g].budget = prefill_budget(
         service.batches,
@@ -295,7 +292,7 @@ def prepare_steps(rules: Rules, rests: Rests, cluster: Cluster, batch: BatchArra
         if rules.service.forms:
             if cluster.instances[g].suspended != NONE:
                 bring_back(rules, rests, cluster, g)
-            choose_batch(rules, rests, cluster, batch, g)
+            choose_batch(rules, cluster, batch, g)
 
 
 @compiled_inline

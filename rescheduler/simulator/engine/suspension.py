@@ -6,6 +6,14 @@ The rules of `rescheduler.ordering.victims`, on the engine's arrays.
 from math import exp
 
 from predictor.compilation import compiled_core, compiled_inline
+from rescheduler.ordering.expected_rest import (
+    LONGEST_HOLD,
+    LONGEST_SUSPENSION,
+    LOOKED_AT,
+    LOOKED_STEPS,
+    RECOMPUTED,
+    SHORTEST_LIMIT,
+)
 from rescheduler.simulator.config.rules import Rules, Suspends
 from rescheduler.simulator.engine.engine_state import (
     NONE,
@@ -16,15 +24,6 @@ from rescheduler.simulator.engine.engine_state import (
 from rescheduler.simulator.forecasts.forecast_arrays import NONE as NO_FORECAST
 from rescheduler.simulator.forecasts.forecast_arrays import expected_remaining
 
-LOOKED_STEPS, LOOKED_AT = 8, 16
-"""Steps between two looks for room, and suspended requests that each looks at."""
-_LONGEST_SUSPENSION, _SHORTEST_LIMIT = 2.0, 256.0
-"""Steps for which one is passed by, as a multiple of its expected rest, and at least. The rest is
-the forecast's or that of its age, whichever is shorter."""
-_RECOMPUTED = 64.0
-"""Tokens of context that are computed again in the time of about a step."""
-_LONGEST_HOLD = 128.0
-"""Steps for which nothing new begins, at most."""
 _FOR_GOOD = 1 << 62
 _HORIZONS = 16
 
@@ -97,7 +96,7 @@ def suspend(rules: Rules, rests: Rests, cluster: Cluster, row: int, g: int) -> N
     generated, context = request.generated, request.context
     request.rest = expected_rest(rules, rests, cluster, g, row, generated, context)
     sure = min(request.rest, rest_by_age(rests, cluster, g, row, generated, context))
-    limit = round(max(_LONGEST_SUSPENSION * sure, _SHORTEST_LIMIT))
+    limit = round(max(LONGEST_SUSPENSION * sure, SHORTEST_LIMIT))
     request.allowed = limit if request.allowed == NONE else min(limit, request.allowed)
     request.until = instance.steps + request.allowed
     previous, other = NONE, instance.suspended
@@ -135,7 +134,7 @@ def keep_for_a_while(cluster: Cluster, row: int, g: int) -> None:
     """
     request, steps = cluster.requests[row], cluster.instances[g].steps
     request.allowed = max(0, request.until - steps)
-    gained = round(min(request.rest, request.context / _RECOMPUTED))
+    gained = round(min(request.rest, request.context / RECOMPUTED))
     for_good = request.allowed == 0 and not _keeps_one(cluster, g)
     request.until = _FOR_GOOD if for_good else steps + gained
 
@@ -205,7 +204,7 @@ def keeps_cache(rules: Rules, rests: Rests, cluster: Cluster, g: int) -> bool:
     n, room, row = NONE, 0, instance.suspended
     while row != NONE:
         request = cluster.requests[row]
-        ahead = min(request.context / _RECOMPUTED, _LONGEST_HOLD)
+        ahead = min(request.context / RECOMPUTED, LONGEST_HOLD)
         if instance.steps - (request.until - request.allowed) < ahead:
             if n == NONE:
                 n = _list_running(rules, rests, cluster, g)

@@ -15,7 +15,7 @@ from reference_simulator import NO_LIMIT, ReferenceConfig
 from simulated_cases import Requests, engine_setup, ordered, reference_cases
 
 from rescheduler.cluster.cluster_view import CANNOT_MOVE
-from rescheduler.ordering.expected_rest import RestByAge, peak
+from rescheduler.ordering.expected_rest import LOOKED_STEPS, RestByAge, peak
 from rescheduler.ordering.victims import Victims, _Suspended
 from rescheduler.routing import create_policy
 from rescheduler.simulator.config.simulation_config import read_config
@@ -134,7 +134,7 @@ def test_nobody_begins_before_the_one_whose_limit_passed_first(
             before = admitted[row] if row in runs else admitted.max() + 1
             began = [one for one in runs if admissions <= admitted[one] < before]
             first = [one for one in began if state.requests["preemptions"][one] == 0]
-            overdue = row != NONE and since + suspension.LOOKED_STEPS < instance["steps"] - 1
+            overdue = row != NONE and since + LOOKED_STEPS < instance["steps"] - 1
             assert not (overdue and first)
             compared += overdue
             waiting = chain(simulation, instance["suspended"])
@@ -264,7 +264,7 @@ def test_the_engines_part_decides_alike_in_the_same_state(
             head = instance["queue_head"]
             if head != NONE and cluster.requests["resumes"][head] != NONE:
                 continue
-            cluster.instances["looked"][g] = -suspension.LOOKED_STEPS
+            cluster.instances["looked"][g] = -LOOKED_STEPS
             if not all_running or instance["suspended"] == NONE:
                 continue
             suspension.bring_back(rules, rests, cluster, g)
