@@ -14,6 +14,8 @@ continuations: the mean of n / (n - 1) S(h) (1 - S(h)) with S the share of n tha
 ``way`` is how far a forecast is from Kaplan and Meier's curve (of rounds 1 and 2, by age) on the
 way to it. *Rank correlations* are of forecast means with single lengths, by Spearman; the bound is
 the root of that of two continuations of one prefix. Intervals are of a bootstrap over prefixes.
+``cool`` are answers at temperatures below 0.8, which go on much the same each time: who knows them
+has computed them. ``warm`` are the others.
 
 What has been generated is kept in the folder, and more continuations go on from there: each takes
 some ten minutes on two cores for all prefixes. One that is interrupted begins anew.
@@ -54,7 +56,8 @@ COMPILED_FROM = 1000  # continuations of each age: fewer are made sooner than a 
 class Prefixes(NamedTuple):
     """Prefixes of one age: their rows in the transcripts, tokens to the cap, and what came then.
 
-    ``recorded`` are their rows in the recording of forecasts.
+    ``recorded`` are their rows in the recording of forecasts, ``warm`` those at a temperature of at
+    least 0.8.
     """
 
     age: int
@@ -62,6 +65,7 @@ class Prefixes(NamedTuple):
     recorded: IntArray
     left: IntArray
     rest: IntArray
+    warm: npt.NDArray[np.bool_]
 
 
 class Scores(NamedTuple):
@@ -95,7 +99,13 @@ def main() -> None:
     figures: dict[str, float] = {}
     for one in prefixes:
         rests = _rests(one, kept, most)
-        figures |= _figures(one, rests, _scores(one, rests, recording), 1)
+        scores = _scores(one, rests, recording)
+        everything = np.arange(len(one.rows))
+        figures |= figures_of(one, rests, scores, everything, str(one.age))
+        for name, part in (("cool", ~one.warm), ("warm", one.warm)):
+            if part.any():
+                rows = np.flatnonzero(part)
+                figures |= figures_of(one, rests, scores, rows, f"{one.age}_{name}")
     report("predictability", figures, options.json)
     if options.figure is not None:
         _draw(figures, options.figure)
@@ -120,7 +130,10 @@ def _drawn(answers: list[Transcript], recorded: IntArray, age: int, n: int) -> P
     caps = np.array([one.max_tokens for one in answers])
     rows = np.random.default_rng(age).permutation(len(answers))
     rows = rows[lengths[rows] > age][:n]
-    return Prefixes(age, rows, recorded[rows], caps[rows] - age, lengths[rows] - age)
+    # Those with vLLM's default, 1, and what was kept as float32.
+    warm = np.array([one.temperature is None or one.temperature > 0.79 for one in answers])
+    left, rest = caps[rows] - age, lengths[rows] - age
+    return Prefixes(age, rows, recorded[rows], left, rest, warm[rows])
 
 
 def _generate(answers: list[Transcript], prefixes: list[Prefixes], kept: Cells, most: int) -> None:
@@ -191,9 +204,7 @@ def _scores(prefixes: Prefixes, rests: IntArray, recording: ForecastRecording) -
     age, rows, left = prefixes.age, prefixes.recorded, prefixes.left
     horizons = np.arange(1, max(2, int(left.max())), STEP)
     longer = rests[:, :, None] > horizons
-    n, share = rests.shape[1], longer.mean(axis=1)
-    bound = n / (n - 1) * share * (1 - share) if n > 1 else np.full(share.shape, np.nan)
-    scores = {"bound": Scores(bound, rests.mean(axis=1))}
+    scores = {"bound": Scores(bound(longer), rests.mean(axis=1))}
     curves = recording.curves[recording.first_row[rows] + age // recording.interval]
     forecasts = {"ours": SurvivalForecast.new(recording.edges, curves, left)}
     if age == 0 and recording.prompt_curves is not None:
@@ -209,6 +220,18 @@ def _scores(prefixes: Prefixes, rests: IntArray, recording: ForecastRecording) -
     return scores
 
 
+def bound(longer: npt.NDArray[np.bool_]) -> FloatArray:
+    r"""Return the score of the true distribution, [n_prefixes, n_horizons]; NaN of one length each.
+
+    .. math:: E[\mathrm{Brier}] = S (1 - S) = E\Big[\frac{n}{n - 1}\, \hat S (1 - \hat S)\Big]
+
+    Args:
+        longer: [n_prefixes, n, n_horizons], whether each of n lengths is.
+    """
+    n, share = longer.shape[1], longer.mean(axis=1)
+    return n / (n - 1) * share * (1 - share) if n > 1 else np.full(share.shape, np.nan)
+
+
 @cache
 def _kaplan_meier() -> KaplanMeierCurve:
     """Return the curve of all lengths in the transcripts that predictors learned from."""
@@ -219,21 +242,22 @@ def _kaplan_meier() -> KaplanMeierCurve:
     return KaplanMeierCurve.estimate(lengths, cut)
 
 
-def _figures(
-    prefixes: Prefixes, rests: IntArray, scores: Mapping[str, Scores], seed: int
+def figures_of(
+    prefixes: Prefixes, rests: IntArray, scores: Mapping[str, Scores], rows: IntArray, name: str
 ) -> dict[str, float]:
-    """Return the figures of one age, with half a 95% interval each."""
+    """Return the figures of some prefixes of one age, with half a 95% interval each."""
     horizons = np.arange(1, max(2, int(prefixes.left.max())), STEP)
     counts = prefixes.left[:, None] > horizons
-    generator, n = np.random.default_rng(seed), len(prefixes.rows)
-    draws = [np.arange(n), *generator.integers(0, n, (RESAMPLES, n))]
-    samples = [_of(rows, rests, scores, counts) for rows in draws]
-    figures: dict[str, float] = {f"continuations_{prefixes.age}": rests.shape[1] - 1.0}
-    for name, value in samples[0].items():
-        drawn = np.array([one[name] for one in samples[1:]])
-        figures[f"{name}_{prefixes.age}"] = value
-        half = float(np.diff(np.nanpercentile(drawn, [2.5, 97.5]))[0] / 2)
-        figures[f"{name}_{prefixes.age}_half_interval"] = half
+    draws = [rows, *rows[np.random.default_rng(1).integers(0, len(rows), (RESAMPLES, len(rows)))]]
+    samples = [_of(drawn, rests, scores, counts) for drawn in draws]
+    figures = {f"prefixes_{name}": float(len(rows))}
+    figures[f"continuations_{name}"] = rests.shape[1] - 1.0
+    for figure, value in samples[0].items():
+        drawn = np.array([one[figure] for one in samples[1:]])
+        figures[f"{figure}_{name}"] = value
+        known = drawn[~np.isnan(drawn)]
+        half = np.diff(np.percentile(known, [2.5, 97.5]))[0] / 2 if len(known) else np.nan
+        figures[f"{figure}_{name}_half_interval"] = float(half)
     return figures
 
 
@@ -264,6 +288,8 @@ def _of(
 def _mean_correlation(pairs: list[tuple[Any, Any]]) -> float:
     from scipy.stats import spearmanr  # vLLM's worker, which loads this module, trips over it
 
+    if any(np.ptp(values) == 0 for pair in pairs for values in pair):
+        return np.nan  # all alike: there is no order
     return float(np.mean([spearmanr(one, other).statistic for one, other in pairs]))
 
 
