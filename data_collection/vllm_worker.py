@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from data_collection.capture.averaged_states import AveragedStates
 from data_collection.capture.capture_config import CaptureConfig, read_capture_config
 from data_collection.capture.capture_hook import CaptureHook, Gather, RowConsumer
 from data_collection.capture.recorder import Recorder
@@ -30,6 +31,7 @@ from data_collection.vllm_adapter.logits import (
 )
 from data_collection.vllm_adapter.steps import (
     FINISHED_ATTRIBUTE,
+    capture_layer,
     is_last_stage,
     is_recording_rank,
     note_scheduled,
@@ -73,7 +75,9 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
     _recorder: Recorder | None = None
     _forecaster: StepForecaster | None = None
     _check: GreedyCheck | None = None
+    _averages: AveragedStates | None = None
     _is_linear = False
+    _makes_logits = True
     _armed = True
     _engine_steps = 0
     _hook_seconds = 0.0
@@ -96,18 +100,31 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
 
     def state_width(self) -> int:
         """Return d of the hidden states."""
-        found = self.vllm_config.model_config.get_hidden_size()
-        return state_width(self.model_runner.get_model(), found)
+        found = int(self.vllm_config.model_config.get_hidden_size())
+        layer, _ = self.captured()
+        return found if layer else state_width(self.model_runner.get_model(), found)
+
+    def captured(self) -> tuple[int, float]:
+        """Return the layer whose states are captured, and the half-life of their averages."""
+        return self._capture.layer or 0, self._capture.state_half_life or 0.0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then the predictor, so that vLLM's profiling counts its memory.
 
         Raises:
             UnlikeStatesError: what would be captured does not make the model's logits.
+            ValueError: the layer that is to be captured cannot be.
         """
         super().load_model(*args, **kwargs)
         config = self.vllm_config
-        if self.captures_states and is_last_stage() and config.lora_config is None:
+        layer, half_life = self.captured() if self.captures_states else (0, 0.0)
+        self._makes_logits = self.captures_states and (layer, half_life) == (0, 0.0)
+        if layer:
+            capture_layer(self.model_runner, config, layer)
+        if half_life and is_recording_rank():
+            most = 2 * config.scheduler_config.max_num_seqs  # and some that are preempted
+            self._averages = AveragedStates(half_life, self.state_width(), self.device, most)
+        if self._makes_logits and is_last_stage() and config.lora_config is None:
             model, name = self.model_runner.get_model(), config.model_config.model
             width, dtype = self.state_width(), config.model_config.dtype
             refuse_changed_states(model, name, width, self.device, dtype)
@@ -124,12 +141,13 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             consumers: tuple[RowConsumer | None, ...] = (self._recorder, self._forecaster)
             present = [consumer for consumer in consumers if consumer is not None]
             config = self.vllm_config.model_config
-            if present and self.captures_states and not processes_logits(config):
+            if present and self._makes_logits and not processes_logits(config):
                 model, cadence = self.model_runner.get_model(), present[0].cadence
                 alone = self.vllm_config.parallel_config.tensor_parallel_size == 1
                 self._check = GreedyCheck(model, config.model, cadence, self._is_linear, alone)
                 present.append(self._check)
-            self._hook = CaptureHook(self._capture.k, present, self._generated)
+            k, averages = self._capture.k, self._averages
+            self._hook = CaptureHook(k, present, self._generated, averages)
         return result
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -189,6 +207,7 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
         assert capture.record is not None
         model = self.vllm_config.model_config
         identity = identify(model.model)
+        layer, half_life = self.captured()
         started = datetime.now(UTC)
         return Session(
             name=f"{started:%Y%m%dT%H%M%S}-{os.getpid()}",
@@ -202,4 +221,7 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             headway=version("headway"),
             model_dtype=str(model.dtype).removeprefix("torch."),
             started=started.isoformat(timespec="seconds"),
+            layer=str(layer or "last"),
+            normalisation="none" if layer else Session.normalisation,
+            state_half_life=half_life,
         )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_collection.dataset.dataset_schema import Session
 from data_collection.workload.engine_options import engine_arguments
 from predictor.training.row_table import RowTable
 
@@ -17,16 +18,27 @@ class VectorComparison:
 
     compared: int
     least_cosine: float
-    wrong_tokens: int  # vectors whose most likely token is not the one that was generated
+    wrong_tokens: int  # vectors whose most likely token is not the one that was generated; 0 where
+    # no logits are made of them: of an earlier layer, or averaged
 
 
 def record(
-    model: str, dataset: str, arguments: dict[str, Any], prompts: list[list[int]], max_tokens: int
+    model: str,
+    dataset: str,
+    arguments: dict[str, Any],
+    prompts: list[list[int]],
+    max_tokens: int,
+    captured: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Record greedy answers to prompts, a row for every token."""
-    from vllm import LLM, SamplingParams
+    """Record greedy answers to prompts, a row for every token.
 
-    capture = {"headway": {"k": 1, "record": {"path": dataset, "dtype": "float32"}}}
+    ``captured`` says which states, as in a `CaptureConfig`.
+    """
+    from vllm import LLM, SamplingParams
+    from vllm.config import CompilationMode
+
+    section = {"k": 1, **(captured or {}), "record": {"path": dataset, "dtype": "float32"}}
+    capture = {"headway": section}
     statistics = {"disable_log_stats": False}
     engine = LLM(**engine_arguments(model, capture, arguments | statistics))
     engine.generate(
@@ -41,7 +53,8 @@ def record(
         "workers": config.parallel_config.world_size,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "cudagraph_mode": status["cudagraph_mode"],
-        "greedy_tokens_compared": status["greedy_tokens_compared"],
+        "compiles": config.compilation_config.mode != CompilationMode.NONE,
+        "greedy_tokens_compared": status.get("greedy_tokens_compared", 0),
         "counters": {
             metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
         },
@@ -82,11 +95,24 @@ def compare_vectors(rows: RowTable, model: Path) -> VectorComparison:
         mine = np.flatnonzero(rows.request == request)
         n = rows.generated_tokens[mine]
         with torch.inference_mode():
-            # Transformers' last hidden states after the final norm, [n_tokens, d].
-            states = inner(torch.tensor([prompt + output])).last_hidden_state[0]
-            tokens = (vectors[mine] @ head.weight.T).argmax(dim=1)
-        expected = states[len(prompt) - 1 + n]
-        cosines.append(torch.nn.functional.cosine_similarity(vectors[mine], expected))
-        wrong += int((tokens != torch.tensor([output[i] for i in n])).sum())
+            expected = _states_of(inner, rows.session, prompt, output)[n]
+            cosines.append(torch.nn.functional.cosine_similarity(vectors[mine], expected))
+            if (rows.session.layer, rows.session.state_half_life) == ("last", 0):
+                tokens = (vectors[mine] @ head.weight.T).argmax(dim=1)
+                wrong += int((tokens != torch.tensor([output[i] for i in n])).sum())
     cosine = torch.cat(cosines)
     return VectorComparison(len(cosine), float(cosine.min()), wrong)
+
+
+def _states_of(inner: Any, session: Session, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Return what transformers computes of an answer, at n = 0 and after each token, [n + 1, d]."""
+    computed = inner(torch.tensor([prompt + output]), output_hidden_states=True)
+    last = session.layer == "last"  # after the final norm
+    found = computed.last_hidden_state if last else computed.hidden_states[int(session.layer)]
+    states: torch.Tensor = found[0, len(prompt) - 1 :]
+    if not session.state_half_life:
+        return states
+    ages = torch.arange(len(states))
+    behind = (ages[:, None] - ages).double()
+    shares = torch.where(behind >= 0, 0.5 ** (behind / session.state_half_life), 0.0)
+    return (shares @ states.double() / shares.sum(dim=1, keepdim=True)).float()

@@ -45,10 +45,17 @@ class CaptureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         k: a row is captured whenever the number of generated tokens is a multiple of k,
             from 0 (the end of prefill) on. STAR §4.4 uses 20.
+        layer: states after so many of the model's layers; 0: after all and the final norm. null:
+            as the checkpoint of forecasts was trained, or 0.
+        state_half_life: tokens after which a state counts half in the average over an answer that
+            is captured (`AveragedStates`); 0: the newest token's state alone. null: as for
+            ``layer``.
         record: record the rows as a dataset.
     """
 
     k: Annotated[int, msgspec.Meta(ge=1)] = 20
+    layer: Annotated[int, msgspec.Meta(ge=0, le=10_000)] | None = None
+    state_half_life: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     record: RecordConfig | None = None
 
 

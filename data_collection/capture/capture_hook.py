@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from data_collection.capture.averaged_states import AveragedStates
 from data_collection.capture.requests import FinishedRequest
 
 Cadence = Literal["request", "step"]
@@ -23,8 +24,9 @@ class CapturedRows:
         generated_tokens: before this step's sample.
         max_tokens: the cap each request asked for; 0 when unknown.
         adapters: names of their LoRA adapters; "" for the base model.
-        hidden_states: [n_rows, d] last layer, after the final norm, last token; on the
-            engine's device and in the model's dtype. A copy: it may be kept.
+        hidden_states: [n_rows, d] last token's, of the layer that is captured, in the model's
+            dtype; or averaged over the answer, in float32 (`AveragedStates`). On the engine's
+            device. A copy: it may be kept.
     """
 
     step: int
@@ -106,6 +108,7 @@ class CaptureHook:
         consumers: receive every row of their cadence and every finished request.
         generated: kept up to date with n of every request that has been prefilled and has not
             ended; for consumers that want to look at any time.
+        averages: what rows are, in place of the last token's states.
     """
 
     def __init__(
@@ -113,12 +116,15 @@ class CaptureHook:
         k: int,
         consumers: Sequence[RowConsumer],
         generated: dict[str, int] | None = None,
+        averages: AveragedStates | None = None,
     ) -> None:
         self.k = k
         self.consumers = tuple(consumers)
         self.steps = 0
         self._generated = {} if generated is None else generated
         self._requests: dict[str, _Known] = {}
+        self._averages = averages
+        self._computed: dict[str, int] = {}
         cadences = {consumer.cadence for consumer in self.consumers}
         self._due: dict[Cadence, dict[str, _Due]] = {cadence: {} for cadence in sorted(cadences)}
 
@@ -148,6 +154,7 @@ class CaptureHook:
         n = computed + scheduled - request.prompt_tokens
         if request.is_replay:
             first = max(n - scheduled + 1, 0)
+            self._note_computed(request_id, n + 1 - first)
             multiples = range(-(-first // self.k) * self.k, n + 1, self.k)
             if multiples and "request" in self._due:
                 self._due["request"][request_id] = _Due(multiples, n)
@@ -155,10 +162,16 @@ class CaptureHook:
         if n < known or n < 0:
             return
         self._generated[request_id] = n
+        self._note_computed(request_id, 1)
         for cadence, due in self._due.items():
             count = n if cadence == "request" else self.steps + 1
             if n == 0 or count % self.k == 0:
                 due[request_id] = _Due(range(n, n + 1), n)
+
+    def _note_computed(self, request_id: str, tokens: int) -> None:
+        """Note how many tokens of an answer the step computes, of which averages are made."""
+        if self._averages is not None and tokens > 0:
+            self._computed[request_id] = tokens
 
     def step_done(
         self,
@@ -174,6 +187,10 @@ class CaptureHook:
             for request in finished:
                 self._requests.pop(request.request_id, None)
                 self._generated.pop(request.request_id, None)
+            if self._averages is not None:
+                self._averages.forget([request.request_id for request in finished])
+        if self._averages is not None:
+            gather = self._averaged(self._averages, batch_request_ids, gather)
         for cadence, due in self._due.items():
             if due:
                 rows = self._rows(due, batch_request_ids, gather)
@@ -181,6 +198,37 @@ class CaptureHook:
                 for consumer in self.consumers:
                     if consumer.cadence == cadence:
                         consumer.on_rows(rows)
+
+    def _averaged(
+        self, averages: AveragedStates, batch_request_ids: Sequence[str], gather: Gather
+    ) -> Gather:
+        """Add the step's states to the averages, and return what copies rows of these."""
+        places = [i for i, name in enumerate(batch_request_ids) if name in self._computed]
+        single = [i for i in places if self._computed[batch_request_ids[i]] == 1]
+        if single:
+            names = [batch_request_ids[i] for i in single]
+            averages.add(names, gather(single, [0] * len(single)))
+        replays: dict[str, torch.Tensor] = {}
+        for i in places:
+            name = batch_request_ids[i]
+            n = self._computed[name]
+            if n > 1:
+                states = gather([i] * n, list(range(n - 1, -1, -1)))
+                replays[name] = averages.extend(name, states)
+        self._computed.clear()
+
+        def rows(positions: list[int], behind: list[int]) -> torch.Tensor:
+            names = [batch_request_ids[i] for i in positions]
+            if not replays:
+                return averages.read(names)
+            return torch.stack(
+                [
+                    replays[name][-1 - i] if name in replays else averages.read([name])[0]
+                    for name, i in zip(names, behind, strict=True)
+                ]
+            )
+
+        return rows
 
     def _rows(
         self,

@@ -99,6 +99,9 @@ class Session:
         name: start time and process, unique within the dataset.
         dtype: type the vectors are stored in; ``model_dtype`` is the one the model computed in.
         k: tokens between two rows of a request.
+        layer: ``last``, or after how many layers.
+        state_half_life: tokens after which a state counts half in the average that a row is; 0: a
+            row is the last token's state.
         closed: ISO time of an orderly end, or None while running or when killed.
         dropped_rows: rows lost because the writer could not follow.
         refused_rows: rows refused for a value outside dtype's range.
@@ -119,6 +122,7 @@ class Session:
     started: str
     layer: str = "last"
     normalisation: str = "final norm of the model"
+    state_half_life: float = 0.0
     closed: str | None = None
     rows: Total = 0
     requests: Total = 0
@@ -138,9 +142,10 @@ class Session:
         """Refuse to put rows of two models, or of two kinds, into one dataset.
 
         Raises:
-            DatasetError: model, revision, d, dtype, layer or k differ; both are named.
+            DatasetError: model, revision, d, dtype, layer, half-life or k differ; both are named.
         """
-        for what in ("model", "revision", "hidden_size", "layer", "normalisation", "dtype", "k"):
+        kinds = ("layer", "normalisation", "state_half_life", "dtype", "k")
+        for what in ("model", "revision", "hidden_size", *kinds):
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
                 raise DatasetError(
@@ -275,6 +280,14 @@ def split_requests(group: IntArray, seed: int) -> dict[SplitName, IntArray]:
     return {name: np.flatnonzero(np.isin(group, part)) for name, part in parts.items()}
 
 
+def described_state(layer: str, normalisation: str, half_life: float) -> str:
+    """Return in words what a row's vector is of; the arguments are those of a `Session`."""
+    of = f"{layer} layer, {normalisation}" if layer == "last" else f"after layer {layer}"
+    if half_life:
+        return f"{of}, averaged over the answer with a half-life of {half_life:g} tokens"
+    return f"{of}, last token"
+
+
 _CARD = """\
 {front_matter}# Hidden states of {model}
 
@@ -294,7 +307,7 @@ Text can be recovered from hidden states, too.
 |---|---|
 | model | {model} |
 | revision | `{revision}` |
-| hidden state | {layer} layer, {normalisation}, last token, d = {hidden_size} |
+| hidden state | {state}, d = {hidden_size} |
 | stored as | {dtype} |
 | captured | when the number of generated tokens is a multiple of k = {k}, from 0 on |
 | engine | {engine}, model computed in {model_dtype} |
@@ -346,6 +359,7 @@ def dataset_card(dataset: Path, license: str | None = None, texts: bool = True) 
     counts = ("rows", "requests", "dropped_rows", "refused_rows")
     sums = {name: sum(getattr(session, name) for session in sessions) for name in counts}
     fields = asdict(last) | sums
+    fields["state"] = described_state(last.layer, last.normalisation, last.state_half_life)
     fields["sessions"] = "\n".join(lines)
     fields["texts"] = ", token ids of prompt and answer" if texts else "; no token ids"
     fields["front_matter"] = front_matter(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -64,11 +65,36 @@ def note_scheduled(hook: CaptureHook, output: SchedulerOutput, replays: bool = F
         hook.request_scheduled(name, computed, scheduled[name], known)
 
 
+def capture_layer(model_runner: Any, vllm_config: Any, layer: int) -> None:
+    """Let a model that has just been loaded return the states after so many layers, too.
+
+    vLLM's models do so for the drafts of EAGLE-3.
+
+    Raises:
+        ValueError: the model cannot, or has fewer layers.
+    """
+    config, model = vllm_config.model_config, model_runner.get_model()
+    problem = None
+    if not supports_eagle3(model):
+        problem = "this model returns the states of its last layer alone"
+    elif layer > config.get_total_num_hidden_layers():
+        problem = f"this model has {config.get_total_num_hidden_layers()} layers"
+    elif vllm_config.parallel_config.pipeline_parallel_size > 1:
+        problem = "pipeline parallelism is on, and its stage may not be the last"
+    if problem is not None:
+        raise ValueError(f"Headway cannot capture states after layer {layer}: {problem}")
+    model.set_aux_hidden_state_layers((layer,))
+    model_runner.use_aux_hidden_state_outputs = True
+    # What vLLM has compiled of this model without it is another program.
+    vllm_config.additional_config = {**vllm_config.additional_config, "headway_layer": layer}
+
+
 def step_rows(model_runner: Any) -> tuple[Sequence[str], Gather]:
     """Return the ids of the batch that the runner has just computed, and what copies its rows.
 
-    Those are hidden states of the last layer after the final norm. On a GPU the copy is enqueued on
-    the current stream at once: the buffer belongs to a CUDA graph.
+    Those are hidden states of the last layer after the final norm, or of the one that
+    `capture_layer` has chosen. On a GPU the copy is enqueued on the current stream at once: the
+    buffer belongs to a CUDA graph.
     """
     state = model_runner.execute_model_state
     if state is None:
@@ -80,10 +106,13 @@ def step_rows(model_runner: Any) -> tuple[Sequence[str], Gather]:
         request_ids = batch.req_ids[: batch.num_reqs]
         last_rows = model_runner.query_start_loc.gpu[1:] - 1
 
+    layers = state.aux_hidden_states
+    states = layers[0] if layers else state.hidden_states
+
     def gather(positions: list[int], behind: list[int]) -> torch.Tensor:
         device = last_rows.device
         rows = last_rows[_on_device(positions, device)] - _on_device(behind, device)
-        return torch.index_select(state.hidden_states, 0, rows)
+        return torch.index_select(states, 0, rows)
 
     return request_ids, gather
 

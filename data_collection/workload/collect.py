@@ -90,7 +90,8 @@ def collect(
     replays = transcripts is not None
     recording = {"path": str(out.resolve()), "dtype": record.dtype, "replays": replays}
     recording |= {"flush_seconds": record.flush_seconds}
-    capture = {"headway": {"k": record.k, "record": recording}}
+    kind = {"k": record.k, "layer": record.layer, "state_half_life": record.state_half_life}
+    capture = {"headway": {**kind, "record": recording}}
     read_capture_config(capture, CaptureConfig)
     if work.n_done:
         print(f"{work.n_done} of {work.n_done + work.n_left} {work.what} are done already")
@@ -230,7 +231,13 @@ def _refuse_other_dataset(dataset: Path, model: ModelIdentity, record: RecordOpt
         return
     for earlier in read_sessions(dataset):
         wanted = replace(
-            earlier, model=model.name, revision=model.revision, k=record.k, dtype=record.dtype
+            earlier,
+            model=model.name,
+            revision=model.revision,
+            k=record.k,
+            dtype=record.dtype,
+            layer=str(record.layer or "last"),
+            state_half_life=record.state_half_life,
         )
         wanted.refuse_mixing(earlier)
 

@@ -72,11 +72,16 @@ class RecordOptions:
     Attributes:
         k: tokens between two rows of a request.
         dtype: type the vectors are stored in.
+        layer: states after so many of the model's layers; 0: after all and the final norm.
+        state_half_life: tokens after which a state counts half in the average over an answer that
+            is recorded; 0: the last token's state alone.
         flush_seconds: longest time finished rows wait to be written.
     """
 
     k: int = 20
     dtype: Literal["float16", "float32"] = "float16"
+    layer: int = 0
+    state_half_life: float = 0.0
     flush_seconds: float = 10.0
 
 

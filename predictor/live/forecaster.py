@@ -24,6 +24,7 @@ from predictor.models.checkpoint import load_predictor
 from predictor.models.hidden_state_mlp import (
     INPUTS,
     NO_REPETITION,
+    PROMPT_LAYER,
     CheckpointError,
     ModelMismatchError,
     RequestRows,
@@ -221,45 +222,51 @@ class Forecaster:
                 self._graphs[size] = (graph, curves)
 
 
-def load_forecaster(
-    config: LiveConfig,
-    vllm_config: Any,
-    hidden_size: int,
-    device: torch.device,
-    generated: dict[str, int],
-) -> Forecaster | None:
-    """Load what forecasts in an engine with this configuration of vLLM, if anything does.
-
-    ``generated`` is kept up to date with the tokens of every running request.
+def load_survival(checkpoint: str) -> SurvivalMLP:
+    """Load a checkpoint that an engine forecasts with.
 
     Raises:
-        CheckpointError: the checkpoint is none, or no survival model.
-        ModelMismatchError: it was trained on another model's hidden states.
-        TelemetryError: the telemetry's endpoint cannot be used.
+        CheckpointError: it is none, or no survival model of hidden states.
     """
-    if config.forecast is None:
-        return None
-    checkpoint, telemetry = config.forecast.checkpoint, config.forecast.telemetry
     predictor = load_predictor(checkpoint)
     if not isinstance(predictor, SurvivalMLP):
         raise CheckpointError(
             f"{checkpoint} holds a {predictor.kind} model; the engine forecasts with "
             "a survival model: train one with configs/predictor/survival.yaml"
         )
-    model = vllm_config.model_config
-    identity = identify(model.model)
-    mine = (predictor.serving_model, predictor.model_revision, predictor.hidden_size)
-    served = (identity.name, identity.revision, hidden_size)
-    if mine != served:
-        raise ModelMismatchError(
-            f"{checkpoint} was trained on hidden states of {mine[0]} (revision "
-            f"{mine[1]}, d = {mine[2]}); this engine serves {served[0]} (revision "
-            f"{served[1]}, d = {served[2]}). Train one with `headway train fit`"
+    if predictor.layer == PROMPT_LAYER:
+        raise CheckpointError(
+            f"{checkpoint} reads prompts, not hidden states: give it as prompt_checkpoint"
         )
+    return predictor
+
+
+def load_forecaster(
+    config: LiveConfig,
+    predictor: SurvivalMLP,
+    vllm_config: Any,
+    states: tuple[str, float, int],
+    device: torch.device,
+    generated: dict[str, int],
+) -> Forecaster:
+    """Return what forecasts in an engine with this configuration of vLLM.
+
+    ``states`` are the layer that is captured, the half-life of its averages, and d; ``generated``
+    is kept up to date with the tokens of every running request.
+
+    Raises:
+        ModelMismatchError: the predictor was trained on other hidden states.
+        TelemetryError: the telemetry's endpoint cannot be used.
+    """
+    assert config.forecast is not None
+    telemetry = config.forecast.telemetry
+    identity = identify(vllm_config.model_config.model)
+    predictor.refuse_other_states(identity.name, identity.revision, *states)
     if predictor.adapter and vllm_config.lora_config is None:
         raise ModelMismatchError(
-            f"{checkpoint} has learned from requests of the LoRA adapter {predictor.adapter}, and "
-            "this engine has no adapters: give --enable-lora and --lora-modules"
+            f"{config.forecast.checkpoint} has learned from requests of the LoRA adapter "
+            f"{predictor.adapter}, and this engine has no adapters: give --enable-lora and "
+            "--lora-modules"
         )
     publisher = None
     if telemetry is not None:

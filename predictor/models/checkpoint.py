@@ -43,6 +43,7 @@ class _Config(msgspec.Struct):
     averaging_half_life: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
     recalibration_nominal: list[float] = []
     recalibration_observed: list[float] = []
+    state_half_life: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     target_scale: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
     provenance: dict[str, Any] | None = None
 

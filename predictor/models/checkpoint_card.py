@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any
 
 from data_collection import hub
+from data_collection.dataset.dataset_schema import described_state
 
 _CARD = """\
 {front_matter}# {title} for {model}
@@ -29,6 +30,9 @@ Reads {reads}{beside} and predicts {what}
 _HIDDEN_STATE = """\
 the hidden state with which {model} computes a token's logits ({layer} layer,
 {normalisation}, d = {hidden_size})"""
+
+_OTHER_STATE = """\
+the hidden state of {model} ({state}, d = {hidden_size})"""
 
 _PROMPT = """\
 a prompt, as averages of {model}'s own token embeddings ({hidden_size} values)"""
@@ -116,6 +120,10 @@ def checkpoint_card(
     fields["adapter"] = f", LoRA adapter {adapter}" if adapter else ""
     fields["folder"] = _PULLED if repository else "this folder"
     prompt = config["layer"] == "prompt"
+    half_life = config.get("state_half_life", 0.0)
+    fields["state"] = described_state(config["layer"], config["normalisation"], half_life)
+    of_logits = (config["layer"], half_life) == ("last", 0.0)
+    reads = _PROMPT if prompt else _HIDDEN_STATE if of_logits else _OTHER_STATE
     title = "Survival forecasts" if survival else "Remaining-length predictor"
     results = _results(config["provenance"] or {}, metrics or {}, dataset)
     hub_fields = {
@@ -130,7 +138,7 @@ def checkpoint_card(
         ),
         title=title,
         pull=_PULL.format(repository=repository, folder=_PULLED) if repository else "",
-        reads=(_PROMPT if prompt else _HIDDEN_STATE).format(**fields),
+        reads=reads.format(**fields),
         usage=(_PROMPT_USAGE if prompt else _USAGE).format(**fields),
         not_for=_PROMPT_NOT_FOR if prompt else _NOT_FOR,
         what=what,

@@ -40,7 +40,8 @@ class RequestRows(NamedTuple):
     """What is known of n running requests when they are forecast, on one device.
 
     Attributes:
-        hidden_states: [n, d] float32, last layer, after the final norm, last token.
+        hidden_states: [n, d] float32, last layer, after the final norm, last token; or what else
+            the predictor has been trained on (its ``layer`` and ``state_half_life``).
         numbers: [n, 6] float32, the columns of `INPUTS`; the first three are enough for a
             predictor that reads no other. An unknown one (nan) counts as the average.
         request: [n] which request a row is of, where there are several rows of one; None where
@@ -78,6 +79,8 @@ class HiddenStateMLP(
         hidden_size: d.
         k: tokens between two rows of the training data.
         normalisation: what the serving model applied to it.
+        state_half_life: tokens after which a state counts half in the average over an answer that
+            it reads (`AveragedStates`); 0: it reads the last token's state.
         inputs: numbers read beside the hidden state, out of `INPUTS`.
         provenance: commit, versions, dataset, command and metrics, for the card.
 
@@ -108,6 +111,7 @@ class HiddenStateMLP(
         trained_remaining_tokens: Sequence[int] = (0, 0),
         provenance: dict[str, Any] | None = None,
         adapter: str = "",
+        state_half_life: float = 0.0,
     ) -> None:
         super().__init__()
         for name in inputs:
@@ -120,6 +124,7 @@ class HiddenStateMLP(
         self.k = k
         self.layer = layer
         self.adapter = adapter
+        self.state_half_life = state_half_life
         self.inputs = tuple(inputs)
         self.provenance = dict(provenance or {})
         sizes = [hidden_size + len(self.inputs), *widths]
@@ -207,14 +212,24 @@ class HiddenStateMLP(
             raise ModelMismatchError(
                 "this predictor reads prompts, not hidden states: give it as prompt_checkpoint"
             )
-        mine = (self.serving_model, self.model_revision, self.layer, self.hidden_size)
-        theirs = (session.model, session.revision, session.layer, session.hidden_size)
+        states = (session.layer, session.state_half_life, session.hidden_size)
+        self.refuse_other_states(session.model, session.revision, *states)
+
+    def refuse_other_states(
+        self, model: str, revision: str, layer: str, half_life: float, hidden_size: int
+    ) -> None:
+        """Refuse the hidden states of a model, of one of its layers, averaged or not.
+
+        Raises:
+            ModelMismatchError: names both.
+        """
+        reads = (self.layer, self.state_half_life, self.hidden_size)
+        mine = (self.serving_model, self.model_revision, *reads)
+        theirs = (model, revision, layer, half_life, hidden_size)
         if mine != theirs:
             raise ModelMismatchError(
-                f"this predictor was trained on hidden states of {mine[0]} (revision {mine[1]}, "
-                f"{mine[2]} layer, d = {mine[3]}); these are of {theirs[0]} (revision "
-                f"{theirs[1]}, {theirs[2]} layer, d = {theirs[3]}). Train one with "
-                "`headway train fit`"
+                f"this predictor was trained on hidden states of {_named(*mine)}; these are of "
+                f"{_named(*theirs)}. Train one with `headway train fit`"
             )
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
@@ -227,6 +242,12 @@ class HiddenStateMLP(
         assert isinstance(config, dict)
         defaults = HiddenStateMLP._hub_mixin_jsonable_default_values
         return {**defaults, **config, "kind": self.kind, "provenance": self.provenance}
+
+
+def _named(model: str, revision: str, layer: str, half_life: float, hidden_size: int) -> str:
+    averaged = f", averaged with a half-life of {half_life:g} tokens" if half_life else ""
+    of = f"{layer} layer" if layer == "last" else f"layer {layer}"
+    return f"{model} (revision {revision}, {of}{averaged}, d = {hidden_size})"
 
 
 class RemainingLengthMLP(HiddenStateMLP):

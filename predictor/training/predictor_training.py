@@ -110,7 +110,7 @@ class PredictorTraining(L.LightningModule, ABC):
 
     def _shared(self, train: RowTable) -> dict[str, Any]:
         session = train.session
-        same = ("model", "hidden_size", "k", "layer", "normalisation")
+        same = ("model", "hidden_size", "k", "layer", "normalisation", "state_half_life")
         return {
             **{name: getattr(session, name) for name in same},
             "model_revision": session.revision,

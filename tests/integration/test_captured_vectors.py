@@ -35,8 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # Three attention heads of nine each.
     "tensor-parallel": {"tensor_parallel_size": 3, "max_model_len": 512},
+    "compiled": {"enforce_eager": False, "max_model_len": 512},
 }
-TOKENS = {"base": 24, "stress": 36, "tensor-parallel": 12}
+TOKENS = {"base": 24, "stress": 36, "tensor-parallel": 12, "compiled": 24}
+CAPTURED: dict[str, dict[str, Any]] = {
+    "last": {},
+    "layer-20": {"layer": 20},
+    "averaged": {"layer": 20, "state_half_life": 8.0},
+}
 
 
 @dataclass(frozen=True)
@@ -45,28 +51,42 @@ class Recording:
     counters: dict[str, float]
 
 
+def _slow(*case: str) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow, id="-".join(case))
+
+
 @pytest.fixture(
     scope="module",
-    params=[*("base", "stress"), pytest.param("tensor-parallel", marks=pytest.mark.slow)],
+    params=[
+        pytest.param(("base", "last"), id="base"),
+        pytest.param(("stress", "last"), id="stress"),
+        pytest.param(("stress", "averaged"), id="stress-averaged"),
+        *(_slow("tensor-parallel", captured) for captured in ("last", "averaged")),
+        *(_slow("compiled", captured) for captured in ("last", "layer-20", "averaged")),
+    ],
 )
 def recording(
     request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Recording:
-    folder = tmp_path_factory.mktemp(request.param)
+    case, captured = request.param
+    folder = tmp_path_factory.mktemp(case)
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    texts = QUESTIONS + ([LONG, LONG, *QUESTIONS[:4]] if request.param == "stress" else [])
+    texts = QUESTIONS + ([LONG, LONG, *QUESTIONS[:4]] if case == "stress" else [])
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
         for text in texts
     ]
-    arguments = {"dtype": "float32", "enforce_eager": True, **CASES[request.param]}
-    dataset, tokens = folder / "dataset", TOKENS[request.param]
-    seen = run_forked(record, str(smollm2), str(dataset), arguments, prompts, tokens)
+    arguments = {"dtype": "float32", "enforce_eager": True, **CASES[case]}
+    dataset, tokens = folder / "dataset", TOKENS[case]
+    what = CAPTURED[captured]
+    seen = run_forked(record, str(smollm2), str(dataset), arguments, prompts, tokens, what)
     assert seen["worker_cls"] == "data_collection.vllm_worker.HeadwayWorker"
-    assert seen["greedy_tokens_compared"] >= 32
-    assert seen["workers"] == CASES[request.param].get("tensor_parallel_size", 1)
+    assert seen["compiles"] == (case == "compiled")
+    # Nothing can be compared where no logits are made of what is captured.
+    assert (seen["greedy_tokens_compared"] >= 32) == (captured == "last")
+    assert seen["workers"] == CASES[case].get("tensor_parallel_size", 1)
     return Recording(load_rows(dataset), seen["counters"])
 
 
@@ -85,7 +105,7 @@ def test_every_token_has_one_row_and_ghosts_and_partial_prefills_have_none(
 def test_the_stress_case_did_preempt_hit_the_prefix_cache_and_chunk(
     recording: Recording, request: pytest.FixtureRequest
 ) -> None:
-    if request.node.callspec.params["recording"] != "stress":
+    if request.node.callspec.params["recording"][0] != "stress":
         assert len(recording.rows.requests) == len(QUESTIONS)
         return
     assert recording.counters["vllm:num_preemptions"] > 0
