@@ -11,7 +11,8 @@ The parts, in this order; each runs in a process of its own, in a bounded time:
     vectors_graphs              with full CUDA graphs,
     vectors_piecewise           with piecewise ones,
     vectors_sync                without asynchronous scheduling,
-    vectors_stress              with chunked prompts, preemption and a prefix cache
+    vectors_stress              with chunked prompts, preemption and a prefix cache,
+    vectors_averaged            the same of an earlier layer, averaged over the answer
     replayed_forecasts      forecasts while a CUDA graph overwrites their inputs (without vLLM)
     live_forecasts          forecasts of an engine against an offline pass
     fair_batching           batches by deadlines, with asynchronous scheduling

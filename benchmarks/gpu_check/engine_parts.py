@@ -57,11 +57,15 @@ def vllm_imports(findings: Findings, here: Here) -> None:
 
 
 def captured_vectors(
-    arguments: Mapping[str, Any], runner: str | None = None, graphs: str | None = None
+    arguments: Mapping[str, Any],
+    runner: str | None = None,
+    graphs: str | None = None,
+    captured: Mapping[str, Any] | None = None,
 ) -> Callable[[Findings, Here], None]:
     """Return a part that compares what an engine captures with transformers.
 
-    It must have run this runner, and captured CUDA graphs in this mode, if they are given.
+    It must have run this runner, and captured CUDA graphs in this mode, if they are given. Of
+    which states is as in `record`.
     """
     stressed = "num_gpu_blocks_override" in arguments
 
@@ -70,7 +74,8 @@ def captured_vectors(
         dataset, model = here.folder / "dataset", _model()
         prompts = _prompts(_LONG_PROMPT if stressed else _PROMPT)
         own = {"dtype": "float32", "max_model_len": 512, **_MEMORY}
-        seen = record(model, str(dataset), own | dict(arguments), prompts, _GENERATED)
+        options, what = own | dict(arguments), dict(captured or {})
+        seen = record(model, str(dataset), options, prompts, _GENERATED, what)
         rows = load_rows(dataset)
         compared = compare_vectors(rows, Path(model))
         findings.note(

@@ -40,6 +40,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 _IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+_AVERAGED = {"layer": 20, "state_half_life": 8.0}
 _V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 _vectors = engine_parts.captured_vectors
 PARTS = {
@@ -51,6 +52,7 @@ PARTS = {
     "vectors_piecewise": Part(_vectors(_PIECEWISE, "V2", "PIECEWISE"), 600),
     "vectors_sync": Part(_vectors({"async_scheduling": False}, "V2"), 600),
     "vectors_stress": Part(_vectors(engine_parts.STRESS, "V2"), 600),
+    "vectors_averaged": Part(_vectors(engine_parts.STRESS, "V2", captured=_AVERAGED), 600),
     "replayed_forecasts": Part(plain_pytorch.replayed_forecasts, 120, on_cpu=True),
     "live_forecasts": Part(engine_parts.live_forecasts, 600, True, _IN_PROCESS),
     "fair_batching": Part(engine_parts.fair_batching, 900, True, _IN_PROCESS),

@@ -63,8 +63,9 @@ def compared(engines: V2Engines) -> Compared:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("half_life", [0, 8])
 def test_transcripts_are_replayed_as_prefills(
-    smollm2: Path, headway_command: list[str], tmp_path: Path
+    smollm2: Path, headway_command: list[str], tmp_path: Path, half_life: float
 ) -> None:
     """In parts, several requests a step, while the step before is in flight.
 
@@ -82,6 +83,8 @@ def test_transcripts_are_replayed_as_prefills(
         *("--record.k", "5", "--record.dtype", "float32"),
         *("--engine.dtype", "float32", "--engine.max_model_len", "1300"),
         *("--engine.extra", json.dumps(options)),
+        *("--record.layer", "20" if half_life else "0"),
+        *("--record.state_half_life", str(half_life)),
     ]
     done = subprocess.run(
         collect, env=os.environ | v2_environment(reports), capture_output=True, text=True
@@ -91,6 +94,7 @@ def test_transcripts_are_replayed_as_prefills(
     assert runners == [V2_RUNNER] and steps_in_flight == [1]
     rows = load_rows(out)
     assert rows.session.runner == "V2" and len(rows.requests) == REQUESTS
+    assert rows.session.state_half_life == half_life
     assert len(rows) == sum(-(-total // 5) for total in rows.requests.total_tokens)
     assert compare_vectors(rows, smollm2).least_cosine >= 0.99999
 

@@ -35,10 +35,19 @@ class Heard(NamedTuple):
     checkpoint: Path
 
 
-@pytest.fixture(scope="module")
-def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Heard:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("last", 0.0), id="last"),
+        pytest.param(("20", 8.0), id="averaged", marks=pytest.mark.slow),
+    ],
+)
+def heard(
+    request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Heard:
     folder = tmp_path_factory.mktemp("forecasts")
-    dataset, checkpoint = folder / "dataset", write_all_reading(folder / "predictor")
+    dataset, reads = folder / "dataset", request.param
+    checkpoint = write_all_reading(folder / "predictor", None, *reads)
     with listener() as listening:
         section = {
             "k": 1,  # so that the recorder and the forecaster take the same rows
@@ -54,7 +63,9 @@ def heard(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Heard:
             listening.wait_until(lambda messages: len(ends(messages)) == REQUESTS)
             listening.wait_until_idle()
             wait_until_recorded(dataset, REQUESTS)
-    return Heard(listening.messages, answers, load_rows(dataset), dataset, checkpoint)
+    rows = load_rows(dataset)
+    assert (rows.session.layer, rows.session.state_half_life) == reads
+    return Heard(listening.messages, answers, rows, dataset, checkpoint)
 
 
 def ask(port: int) -> list[dict[str, Any]]:

@@ -33,7 +33,9 @@ def published(messages: Sequence[Message]) -> dict[tuple[str, int], tuple[int, n
     return found
 
 
-def write_all_reading(folder: Path, model: Path | None = None) -> Path:
+def write_all_reading(
+    folder: Path, model: Path | None = None, layer: str = "last", state_half_life: float = 0.0
+) -> Path:
     """Write an untrained predictor that reads every input, and averages; return it.
 
     For SmolLM2, or for a model in a folder.
@@ -54,6 +56,8 @@ def write_all_reading(folder: Path, model: Path | None = None) -> Path:
         k=1,
         widths=[32],
         inputs=INPUTS,
+        layer=layer,
+        state_half_life=state_half_life,
     )
     export_checkpoint(predictor, folder, {})
     return folder
