@@ -32,6 +32,7 @@ from data_collection.vllm_adapter.logits import (
 from data_collection.vllm_adapter.steps import (
     FINISHED_ATTRIBUTE,
     capture_layer,
+    compile_apart,
     is_last_stage,
     is_recording_rank,
     note_scheduled,
@@ -115,22 +116,24 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
             UnlikeStatesError: what would be captured does not make the model's logits.
             ValueError: the layer that is to be captured cannot be.
         """
-        super().load_model(*args, **kwargs)
-        config = self.vllm_config
         layer, half_life = self.captured() if self.captures_states else (0, 0.0)
-        self._makes_logits = self.captures_states and (layer, half_life) == (0, 0.0)
+        config, is_last_layer = self.vllm_config, self.captures_states and not layer
+        self._makes_logits = is_last_layer and not half_life
+        if layer:
+            compile_apart(config, layer)
+        super().load_model(*args, **kwargs)
+        if is_recording_rank():
+            self._forecaster = self.make_forecaster(self._generated)
         if layer:
             capture_layer(self.model_runner, config, layer)
         if half_life and is_recording_rank():
             most = 2 * config.scheduler_config.max_num_seqs  # and some that are preempted
             self._averages = AveragedStates(half_life, self.state_width(), self.device, most)
-        if self._makes_logits and is_last_stage() and config.lora_config is None:
+        if is_last_layer and is_last_stage() and config.lora_config is None:
             model, name = self.model_runner.get_model(), config.model_config.model
             width, dtype = self.state_width(), config.model_config.dtype
             refuse_changed_states(model, name, width, self.device, dtype)
             self._is_linear = True
-        if is_recording_rank():
-            self._forecaster = self.make_forecaster(self._generated)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as usual, then arm the hook: warm-up steps carry no requests."""

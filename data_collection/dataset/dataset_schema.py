@@ -292,7 +292,7 @@ _CARD = """\
 {front_matter}# Hidden states of {model}
 
 {rows} rows of {requests} requests, recorded by Headway.
-Each row is the hidden state with which {model} computed a token's logits, and how many
+Each row is {row}, and how many
 tokens the request still generated after it.
 
 | files | |
@@ -359,6 +359,9 @@ def dataset_card(dataset: Path, license: str | None = None, texts: bool = True) 
     counts = ("rows", "requests", "dropped_rows", "refused_rows")
     sums = {name: sum(getattr(session, name) for session in sessions) for name in counts}
     fields = asdict(last) | sums
+    of_logits = (last.layer, last.state_half_life) == ("last", 0.0)
+    logits = f"the hidden state with which {last.model} computed a token's logits"
+    fields["row"] = logits if of_logits else f"what {last.model} computed of an answer's tokens"
     fields["state"] = described_state(last.layer, last.normalisation, last.state_half_life)
     fields["sessions"] = "\n".join(lines)
     fields["texts"] = ", token ids of prompt and answer" if texts else "; no token ids"

@@ -12,6 +12,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from data_collection.capture.capture_hook import CaptureHook, Gather
 from data_collection.capture.requests import replay_of
+from data_collection.models import NORM_WITH_LOGITS
 from data_collection.vllm_adapter.requests import adapter_of, asked_max_tokens
 from data_collection.vllm_adapter.support import uses_v2_runner
 
@@ -65,28 +66,52 @@ def note_scheduled(hook: CaptureHook, output: SchedulerOutput, replays: bool = F
         hook.request_scheduled(name, computed, scheduled[name], known)
 
 
+def compile_apart(vllm_config: Any, layer: int) -> None:
+    """Let vLLM keep what it compiles of a model with this layer captured apart.
+
+    Before the model is loaded: parts of it may have copies of the configuration.
+    """
+    vllm_config.additional_config = {**vllm_config.additional_config, "headway_layer": layer}
+
+
 def capture_layer(model_runner: Any, vllm_config: Any, layer: int) -> None:
     """Let a model that has just been loaded return the states after so many layers, too.
 
     vLLM's models do so for the drafts of EAGLE-3.
 
     Raises:
-        ValueError: the model cannot, or has fewer layers.
+        ValueError: the model cannot, or has fewer layers, or the engine runs in a way that cannot.
     """
-    config, model = vllm_config.model_config, model_runner.get_model()
-    problem = None
-    if not supports_eagle3(model):
-        problem = "this model returns the states of its last layer alone"
-    elif layer > config.get_total_num_hidden_layers():
-        problem = f"this model has {config.get_total_num_hidden_layers()} layers"
-    elif vllm_config.parallel_config.pipeline_parallel_size > 1:
-        problem = "pipeline parallelism is on, and its stage may not be the last"
-    if problem is not None:
-        raise ValueError(f"Headway cannot capture states after layer {layer}: {problem}")
-    model.set_aux_hidden_state_layers((layer,))
+    config, parallel, model = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        model_runner.get_model(),
+    )
+    layers = config.get_total_num_hidden_layers()
+    checks = (
+        (
+            not supports_eagle3(model)
+            or any(one in NORM_WITH_LOGITS for one in config.architectures),
+            "this model returns the states of its last layer alone",
+        ),
+        (not 1 <= layer <= layers, f"this model has {layers} layers"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism is on, and its stage may not be the last",
+        ),
+        (getattr(parallel, "use_ubatching", False), "batches are split in two; drop --enable-dbo"),
+    )
+    problems = [problem for is_there, problem in checks if is_there]
+    if not problems:
+        try:
+            model.set_aux_hidden_state_layers((layer,))
+        except AssertionError as error:
+            problems = [str(error)]
+    if problems:
+        raise ValueError(
+            f"Headway cannot capture states after layer {layer}: {'; '.join(problems)}"
+        )
     model_runner.use_aux_hidden_state_outputs = True
-    # What vLLM has compiled of this model without it is another program.
-    vllm_config.additional_config = {**vllm_config.additional_config, "headway_layer": layer}
 
 
 def step_rows(model_runner: Any) -> tuple[Sequence[str], Gather]:

@@ -65,7 +65,8 @@ def record_forecasts(
         ValueError: no request can be recorded.
     """
     if prompts is not None:
-        session = replace(table.session, layer=PROMPT_LAYER, hidden_size=prompts.model.hidden_size)
+        width = prompts.model.hidden_size
+        session = replace(table.session, layer=PROMPT_LAYER, state_half_life=0.0, hidden_size=width)
         prompts.model.refuse_other_model(session)
     whole, left_out = _whole_requests(table, requests)
     if len(whole) == 0:

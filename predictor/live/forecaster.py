@@ -238,6 +238,8 @@ def load_survival(checkpoint: str) -> SurvivalMLP:
         raise CheckpointError(
             f"{checkpoint} reads prompts, not hidden states: give it as prompt_checkpoint"
         )
+    if predictor.layer != "last" and not predictor.layer.isdecimal():
+        raise CheckpointError(f"{checkpoint}: no layer is called {predictor.layer!r}")
     return predictor
 
 
@@ -261,7 +263,10 @@ def load_forecaster(
     assert config.forecast is not None
     telemetry = config.forecast.telemetry
     identity = identify(vllm_config.model_config.model)
-    predictor.refuse_other_states(identity.name, identity.revision, *states)
+    try:
+        predictor.refuse_other_states(identity.name, identity.revision, *states)
+    except ModelMismatchError as error:
+        raise ModelMismatchError(f"{config.forecast.checkpoint}: {error}") from error
     if predictor.adapter and vllm_config.lora_config is None:
         raise ModelMismatchError(
             f"{config.forecast.checkpoint} has learned from requests of the LoRA adapter "

@@ -229,7 +229,8 @@ class HiddenStateMLP(
         if mine != theirs:
             raise ModelMismatchError(
                 f"this predictor was trained on hidden states of {_named(*mine)}; these are of "
-                f"{_named(*theirs)}. Train one with `headway train fit`"
+                f"{_named(*theirs)}. Train one with `headway train fit`, or leave `layer` and "
+                "`state_half_life` to the predictor"
             )
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:

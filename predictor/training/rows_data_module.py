@@ -96,6 +96,7 @@ def load_prompt_rows(dataset: Path, split_seed: int) -> tuple[RowTable, PromptEm
             hidden_size=embedding.size,
             layer=PROMPT_LAYER,
             normalisation="none",
+            state_half_life=0.0,
             dtype="float32",
             k=1,
         ),

@@ -12,6 +12,7 @@ from forked_vllm import run_forked
 from transformers import Qwen2Config
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from benchmarks.support.offline_engine import record
 from data_collection.vllm_adapter import steps, support
 from data_collection.vllm_adapter.emulated_runner import _least
+from data_collection.vllm_adapter.steps import capture_layer, compile_apart
 from data_collection.vllm_adapter.support import Part, refuse_unsupported
 from data_collection.workload.engine_options import engine_arguments
 from rescheduler.batching.fair_batching import rank_path
@@ -254,3 +256,52 @@ def test_what_no_script_heeds_is_refused_by_name(fields: dict[str, object], name
     RefusedRequests.validate_params(SamplingParams(extra_args={"emulated_length": 5}))
     with pytest.raises(ValueError, match=name):
         RefusedRequests.validate_params(SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+class LayeredModel(SupportsEagle3):  # type: ignore[misc]
+    """A model that returns states of its layers."""
+
+    layers: tuple[int, ...] = ()
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return (2,)
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "changes", "problem"),
+    [
+        (LayeredModel(), 20, {}, ""),
+        (LayeredModel(), 30, {}, ""),
+        (LayeredModel(), 31, {}, "this model has 30 layers"),
+        (LayeredModel(), -1, {}, "this model has 30 layers"),
+        (torch.nn.Linear(1, 1), 20, {}, "returns the states of its last layer alone"),
+        (LayeredModel(), 20, {"pipeline_parallel_size": 2}, "pipeline parallelism is on"),
+        (LayeredModel(), 20, {"enable_dbo": True}, "drop --enable-dbo"),
+    ],
+)
+def test_a_layer_is_captured_only_of_models_and_engines_that_return_it(
+    smollm2: Path, model: Any, layer: int, changes: dict[str, Any], problem: str
+) -> None:
+    config = vllm_config(smollm2)
+    for name, value in changes.items():
+        setattr(config.parallel_config, name, value)
+    runner = SimpleNamespace(get_model=lambda: model, use_aux_hidden_state_outputs=False)
+    if problem:
+        with pytest.raises(ValueError, match=f"cannot capture states after layer .*{problem}"):
+            capture_layer(runner, config, layer)
+        return
+    capture_layer(runner, config, layer)
+    assert model.layers == (layer,) and runner.use_aux_hidden_state_outputs
+
+
+def test_what_is_compiled_with_a_layer_is_kept_apart(smollm2: Path) -> None:
+    config = vllm_config(smollm2)
+    hashes = {config.compute_hash()}
+    for layer in (20, 15):
+        compile_apart(config, layer)
+        hashes.add(config.compute_hash())
+    assert len(hashes) == 3
+    assert config.additional_config["headway"] == {"k": 20}

@@ -175,3 +175,26 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     engine.hook.request_scheduled("a", 10, 1, 1)
     engine.step({"a": 5})
     assert torch.equal(engine.listener.rows[-1].hidden_states[0], engine.states["a"][5])
+
+
+def test_a_replay_that_is_computed_anew_begins_anew() -> None:
+    engine = Engine(1, half_life=5.0)
+    engine.hook.request_added("a", 10, max_tokens=100, is_replay=True)
+    for _ in range(2):  # preempted in between
+        engine.hook.request_scheduled("a", 0, 10 + 20, 0)
+        engine.step({"a": 20})
+    wanted = expected(engine.states["a"][:21], 5.0)
+    for rows in engine.listener.rows:
+        torch.testing.assert_close(rows.hidden_states, wanted)
+
+
+def test_a_token_that_is_computed_twice_counts_once() -> None:
+    engine = Engine(1, half_life=5.0)
+    engine.hook.request_added("a", 10, max_tokens=100)
+    engine.hook.request_scheduled("a", 0, 10, 0)
+    engine.step({"a": 0})
+    for n in (1, 2, 2, 3):  # what the second step sampled was dropped
+        engine.hook.request_scheduled("a", *((9 + n, 1, n) if n != 2 else (0, 12, 2)))
+        engine.step({"a": n})
+    found = engine.listener.vectors("a")
+    torch.testing.assert_close(found[3], expected(engine.states["a"][:4], 5.0)[3])
