@@ -1,6 +1,7 @@
 """What simulated policies get: sources of forecasts, and recordings of real ones."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from predictor.forecasts.forecast import Forecast, PointForecast, SurvivalForeca
 from predictor.forecasts.forecast_recording import ForecastRecording, read_recording
 from predictor.forecasts.forecast_sensitivity import binned, renewed_every, star_bins
 from predictor.models.checkpoint import export_checkpoint, load_predictor
+from predictor.models.hidden_state_mlp import ModelMismatchError
 from predictor.models.survival_mlp import SurvivalMLP
-from predictor.prompts.prompt_predictor import PromptEmbedding
+from predictor.prompts.prompt_predictor import PromptEmbedding, PromptPredictor
 from predictor.training.row_table import RowTable, load_rows
 from predictor.training.rows_data_module import request_rows
 from rescheduler.simulator.forecasts.forecast_arrays import (
@@ -229,17 +231,38 @@ def test_a_replayed_forecast_is_the_predictors_aged_and_capped(
     assert ages > 100
 
 
-def test_what_was_forecast_of_prompts_is_known_before_the_first_token(
-    memoryless: Path, survival_checkpoint: Path, smollm2: Path, tmp_path: Path
-) -> None:
-    """The recording has what an untrained model forecasts of the prompts, too."""
+def write_reader_of_prompts(folder: Path, smollm2: Path) -> None:
+    """Write an untrained predictor of prompts."""
     embedding = PromptEmbedding.fit(str(smollm2), [list(range(11)), [50, 60]], dimension=8)
     torch.manual_seed(0)
     model = {"model": "acme/small-model", "model_revision": "abc123", "layer": "prompt"}
     sizes = {"hidden_size": embedding.size, "widths": (8,), "trained_remaining_tokens": (1, 90)}
     reader = SurvivalMLP([0, 4, 16, 100], **model, **sizes, k=1)
-    export_checkpoint(reader, tmp_path, {})
-    embedding.save(tmp_path)
+    export_checkpoint(reader, folder, {})
+    embedding.save(folder)
+
+
+def test_prompts_are_read_also_where_states_of_an_earlier_layer_are_averaged(
+    memoryless: Path, survival_checkpoint: Path, smollm2: Path, tmp_path: Path
+) -> None:
+    write_reader_of_prompts(tmp_path, smollm2)
+    predictor, table = load_predictor(str(survival_checkpoint)), load_rows(memoryless)
+    session = replace(table.session, layer="20", state_half_life=30.0)
+    averaged = replace(table, session=session)
+    with pytest.raises(ModelMismatchError, match="averaged with a half-life of 30 tokens"):
+        predictor.refuse_other_model(session)
+    requests = split_requests(table.requests.group, 0)["test"]
+    prompts = PromptPredictor.load(str(tmp_path))
+    out = tmp_path / "forecasts.parquet"
+    recorded, _ = record_forecasts(predictor, averaged, requests, out, "test", prompts)
+    assert recorded.prompt_curves is not None
+
+
+def test_what_was_forecast_of_prompts_is_known_before_the_first_token(
+    memoryless: Path, survival_checkpoint: Path, smollm2: Path, tmp_path: Path
+) -> None:
+    """The recording has what an untrained model forecasts of the prompts, too."""
+    write_reader_of_prompts(tmp_path, smollm2)
     with_prompts = tmp_path / "forecasts.parquet"
     given = memoryless, str(survival_checkpoint), tmp_path / "evaluation"
     asked = {"forecasts": with_prompts, "prompt_checkpoint": str(tmp_path)}
