@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.filesize import decimal
@@ -109,6 +109,7 @@ def collect(
     if vllm_version() is None:
         raise RuntimeError("vLLM is not installed; run `headway doctor`")
     folder = resolve_model(model)
+    _refuse_missing_layer(folder, record.layer)
     _refuse_other_dataset(out, identify(folder), record)
     arguments = engine_arguments(folder, capture, options)
     earlier = _recorded_answers(out)
@@ -143,15 +144,27 @@ def collect(
 
 def hidden_size(model: str) -> int | None:
     """Return the width d of a resolved model's captured states, by its configuration."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError):
-        return None  # the engine says what is wrong with it
+    config = _text_config(model)
     # OPT projects its states before the output matrix.
     width = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
     return width if isinstance(width, int) else None
+
+
+def _text_config(model: str) -> Any:
+    """Return the configuration of a resolved model, or None: the engine says what is wrong."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError):
+        return None
+
+
+def _refuse_missing_layer(model: str, layer: int) -> None:
+    """Refuse, before an engine is started, what its worker would refuse."""
+    layers = getattr(_text_config(model), "num_hidden_layers", None) if layer else None
+    if isinstance(layers, int) and layer > layers:
+        raise ValueError(f"--record.layer {layer}: the model has {layers} layers")
 
 
 def room_on_disk(out: Path, d: int, answers: int, max_tokens: int, record: RecordOptions) -> str:

@@ -197,3 +197,10 @@ def test_a_wrong_trace_is_named(tmp_path: Path, text: str, message: str) -> None
 def test_impossible_arrivals_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Arrivals(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_the_model_lacks_is_refused_before_an_engine_starts(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"--record\.layer 31: the model has 30 layers"):
+        collecting.collect(tmp_path / "out", str(smollm2), record=RecordOptions(layer=31), limit=1)
