@@ -39,7 +39,7 @@ class AveragedStates:
             self._weights[name] = weight = self._decay * self._weights.get(name, 0.0) + 1.0
             weights.append(weight)
         places = self._of(request_ids)
-        share = _on_device([1.0 / weight for weight in weights], self._averages)[:, None]
+        share = on_device([1.0 / weight for weight in weights], self._averages.device)[:, None]
         before, new = self._averages.index_select(0, places), states.float()
         after = torch.where(share == 1.0, new, torch.lerp(before, new, share))
         self._averages.index_copy_(0, places, after)
@@ -87,9 +87,10 @@ class AveragedStates:
                     self._free = list(range(n, 2 * n))
                     self._averages = torch.cat([self._averages, torch.zeros_like(self._averages)])
                 self._places[name] = self._free.pop()
-        return _on_device([self._places[name] for name in request_ids], self._averages)
+        return on_device([self._places[name] for name in request_ids], self._averages.device)
 
 
-def _on_device(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    on_gpu = like.device.type == "cuda"
-    return torch.tensor(values, pin_memory=on_gpu).to(like.device, non_blocking=True)
+def on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Return numbers on a device, without waiting for a GPU."""
+    on_gpu = device.type == "cuda"
+    return torch.tensor(values, pin_memory=on_gpu).to(device, non_blocking=True)

@@ -154,26 +154,27 @@ class CaptureHook:
         n = computed + scheduled - request.prompt_tokens
         if request.is_replay:
             first = max(n - scheduled + 1, 0)
-            self._note_computed(request_id, range(first, n + 1))
+            if self._averages is not None:
+                self._note_computed(self._averages, request_id, range(first, n + 1))
             multiples = range(-(-first // self.k) * self.k, n + 1, self.k)
             if multiples and "request" in self._due:
                 self._due["request"][request_id] = _Due(multiples, n)
             return
         if n < known or n < 0:
             return
-        if n == 0 or n > self._generated.get(request_id, -1):  # not computed anew
-            self._note_computed(request_id, range(n, n + 1))
+        if self._averages is not None and (n == 0 or n > self._generated.get(request_id, -1)):
+            self._note_computed(self._averages, request_id, range(n, n + 1))
         self._generated[request_id] = n
         for cadence, due in self._due.items():
             count = n if cadence == "request" else self.steps + 1
             if n == 0 or count % self.k == 0:
                 due[request_id] = _Due(range(n, n + 1), n)
 
-    def _note_computed(self, request_id: str, tokens: range) -> None:
+    def _note_computed(self, averages: AveragedStates, request_id: str, tokens: range) -> None:
         """Note which tokens of an answer the step computes, of which averages are made."""
-        if self._averages is not None and tokens:
+        if tokens:
             if tokens.start == 0:
-                self._averages.forget([request_id])
+                averages.forget([request_id])
             self._computed[request_id] = len(tokens)
 
     def step_done(

@@ -10,6 +10,7 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from data_collection.capture.averaged_states import on_device
 from data_collection.capture.capture_hook import CaptureHook, Gather
 from data_collection.capture.requests import replay_of
 from data_collection.models import NORM_WITH_LOGITS
@@ -131,20 +132,15 @@ def step_rows(model_runner: Any) -> tuple[Sequence[str], Gather]:
         request_ids = batch.req_ids[: batch.num_reqs]
         last_rows = model_runner.query_start_loc.gpu[1:] - 1
 
-    layers = state.aux_hidden_states
+    layers = getattr(state, "aux_hidden_states", None)
     states = layers[0] if layers else state.hidden_states
 
     def gather(positions: list[int], behind: list[int]) -> torch.Tensor:
         device = last_rows.device
-        rows = last_rows[_on_device(positions, device)] - _on_device(behind, device)
+        rows = last_rows[on_device(positions, device)] - on_device(behind, device)
         return torch.index_select(states, 0, rows)
 
     return request_ids, gather
-
-
-def _on_device(positions: list[int], device: torch.device) -> torch.Tensor:
-    on_gpu = device.type == "cuda"
-    return torch.tensor(positions, pin_memory=on_gpu).to(device, non_blocking=True)
 
 
 def _nothing_ran(positions: list[int], behind: list[int]) -> torch.Tensor:
