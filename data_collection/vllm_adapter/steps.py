@@ -132,7 +132,7 @@ def step_rows(model_runner: Any) -> tuple[Sequence[str], Gather]:
         request_ids = batch.req_ids[: batch.num_reqs]
         last_rows = model_runner.query_start_loc.gpu[1:] - 1
 
-    layers = getattr(state, "aux_hidden_states", None)
+    layers = state.aux_hidden_states
     states = layers[0] if layers else state.hidden_states
 
     def gather(positions: list[int], behind: list[int]) -> torch.Tensor:
