@@ -11,9 +11,9 @@ and with the same settings (``headway train``), with further vectors beside the 
 - ``newest``: the newest token's state in the last layer, and nothing beside it;
 - ``layer 10`` to ``layer 25``: the same token's state after so many of the 30 layers;
 - ``answer``, ``answer 20``: the mean over the answer's tokens, of the last layer or of the 20th;
-- ``averaged``: the latter alone, where a token counts half after 30 more. Within blocks of 20
-  tokens all count alike, and the prompt's last one does not: nearly what ``headway collect
-  --record.layer 20 --record.state_half_life 30`` records;
+- ``averaged``, ``averaged 20``: these alone, where a token counts half after 30 more. Within blocks
+  of 20 tokens all count alike, and the prompt's last one does not: nearly what ``headway collect
+  --record.layer 20 --record.state_half_life 30`` records of the latter;
 - ``prompt``, ``prompt 20``: the same over the prompt; ``prompt end``: its last token's state;
   ``prompt entropy``: the mean weighted by the entropy of each next token (EGTP);
 - ``words``: the prompt's embedding, which a proxy knows before prefill.
@@ -66,7 +66,9 @@ KINDS = (
     *("answer", f"answer {MIDDLE}", "prompt", f"prompt {MIDDLE}", "prompt end", "prompt entropy"),
 )
 """What is kept of each row, [n_kinds, d]."""
-WORDS, AVERAGED = "words", "averaged"
+WORDS = "words"
+AVERAGED = {"averaged": "answer", f"averaged {MIDDLE}": f"answer {MIDDLE}"}
+"""Averages with a half-life, and the means that they are made of."""
 HALF_LIFE = 30.0
 ARMS: dict[str, tuple[str, ...]] = {
     "newest": ("newest",),
@@ -78,7 +80,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "prompt end": ("newest", "prompt end"),
     "prompt entropy": ("newest", "prompt entropy"),
     "words": ("newest", WORDS),
-    AVERAGED: (AVERAGED,),
+    **{averaged: (averaged,) for averaged in AVERAGED},
     "all": ("newest", f"layer {MIDDLE}", f"answer {MIDDLE}", WORDS),
 }
 TOKENS_AT_ONCE, ANSWERS_AT_ONCE = 2_048, 256
@@ -250,8 +252,8 @@ class _Rows(NamedTuple):
     def _vectors(self, kind: str) -> npt.NDArray[Any]:
         if kind == WORDS:
             return self.words[self.table.request]
-        if kind == AVERAGED:
-            return self._averaged(self.states[:, KINDS.index(f"answer {MIDDLE}")])
+        if kind in AVERAGED:
+            return self._averaged(self.states[:, KINDS.index(AVERAGED[kind])])
         return self.states[:, KINDS.index(kind)]
 
     def _averaged(self, means: npt.NDArray[np.float16]) -> npt.NDArray[np.float16]:
