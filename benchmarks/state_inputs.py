@@ -326,7 +326,7 @@ def _trained(rows: _Rows, kinds: Sequence[str], seed: int) -> SurvivalMLP:
     """Train an arm's network until the validation likelihood gets no better."""
     L.seed_everything(seed, verbose=False)
     data = _Data(rows.of(kinds), seed)
-    training = SurvivalTraining(lr=3e-4, averaging_half_life=0.0)
+    training = SurvivalTraining(lr=3e-4)
     with TemporaryDirectory() as folder:
         best = ModelCheckpoint(folder, monitor=training.monitor)
         trainer = L.Trainer(
@@ -349,7 +349,7 @@ def _trained(rows: _Rows, kinds: Sequence[str], seed: int) -> SurvivalMLP:
 def _errors(predictor: SurvivalMLP, table: RowTable) -> FloatArray:
     """Return squared errors of P(R > h) of each row, [n_rows, n_horizons]; nan beyond the cap."""
     horizons = _horizons(table)
-    said = predictor.forecast(request_rows(table)._replace(request=None)).at(horizons)
+    said = predictor.forecast(request_rows(table)).at(horizons)
     errors = (said - (table.remaining_tokens[:, None] > horizons)) ** 2
     return np.where(table.tokens_left()[:, None] > horizons, errors, np.nan)
 

@@ -237,8 +237,7 @@ def _difference(forecasts: Sequence[EngineForecasts], hidden: torch.Tensor) -> f
     n_steps, n, _ = counts.shape
     others = torch.tensor([1.0, *NO_REPETITION]).expand(n_steps, n, 3)
     numbers = torch.cat([counts, others], dim=2)
-    request = torch.arange(n).repeat(n_steps)
-    rows = RequestRows(hidden[:n_steps].flatten(0, 1), numbers.flatten(0, 1), request)
+    rows = RequestRows(hidden[:n_steps].flatten(0, 1), numbers.flatten(0, 1))
     expected = _predictor().forecast(rows).survival.reshape(n_steps, n, -1)
     made = np.stack([one.survival for one in forecasts])
     return float(np.abs(made - expected).max())

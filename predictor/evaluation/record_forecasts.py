@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,12 +126,8 @@ def _curves(
         longest = max(int(rows.tokens_left().max()), _GRID_FLOOR)
         edges = survival_edges(longest).astype(np.float64)
     curves = np.empty((len(rows), len(edges)), dtype=np.float32)
-    starts = [0]  # a request's rows stay together: its forecasts are averaged
-    for first in np.flatnonzero(np.diff(rows.request)) + 1:
-        if first - starts[-1] >= _ROWS_AT_ONCE:
-            starts.append(int(first))
-    for start, end in pairwise([*starts, len(rows)]):
-        some = np.arange(start, end)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        some = np.arange(start, min(start + _ROWS_AT_ONCE, len(rows)))
         forecast: Forecast = predictor.forecast(request_rows(rows.select(some))).uncapped()
         if not isinstance(forecast, SurvivalForecast):
             forecast = forecast.on_grid(edges)

@@ -55,9 +55,7 @@ class Forecaster:
     counts it: the weights, and one batch of inputs. On a GPU the network runs as a CUDA
     graph, one for each power of two up to the largest batch, and the curves are copied to
     the host on a side stream; they are handed on when they have arrived, at the next step at
-    the latest. On a CPU it computes on one thread. The curves that arrive are averaged with those
-    of the request before (`RunningAverages`), which are kept until it ends here: a preempted
-    request goes on with them, one that moves to another engine starts anew there.
+    the latest. On a CPU it computes on one thread.
 
     Args:
         predictor: on the CPU; it is moved to the device.
@@ -84,8 +82,7 @@ class Forecaster:
         self._threads = ThreadpoolController()  # vLLM makes torch's own setting do nothing
         self._handing_on_seconds = 0.0
         self._forecasts = 0
-        self._pending: deque[_OnTheWay | list[str]] = deque()
-        self._averages = predictor.running_averages()
+        self._pending: deque[_OnTheWay] = deque()
         self._repetition: dict[str, tuple[float, float]] = {}
         largest = next((size for size in _BUCKETS if size >= max_requests), max_requests)
         self._sizes = sorted({*(size for size in _BUCKETS if size < largest), largest})
@@ -130,11 +127,8 @@ class Forecaster:
 
     def on_finished(self, finished: list[FinishedRequest]) -> None:
         """Report requests that ended."""
-        names = [request.request_id for request in finished]
-        for name in names:
-            self._repetition.pop(name, None)
-        if self._averages is not None:
-            self._pending.append(names)  # in line behind their last curves
+        for request in finished:
+            self._repetition.pop(request.request_id, None)
         if self._publisher is not None:
             self._publisher.finished(finished)
 
@@ -142,15 +136,8 @@ class Forecaster:
         """Return the forecasts that have reached the host since the last call, and publish them."""
         started = time.thread_time()
         arrived = []
-        while self._pending:
-            item = self._pending[0]
-            if isinstance(item, _OnTheWay):
-                if not item.has_arrived():
-                    break
-                arrived.append(self._as_forecasts(item))
-            elif self._averages is not None:
-                self._averages.forget(item)
-            self._pending.popleft()
+        while self._pending and self._pending[0].has_arrived():
+            arrived.append(self._as_forecasts(self._pending.popleft()))
         if self._publisher is not None:
             for forecasts in arrived:
                 self._publisher.forecasts(forecasts)
@@ -181,8 +168,6 @@ class Forecaster:
     def _as_forecasts(self, item: _OnTheWay) -> EngineForecasts:
         rows = item.rows
         curves = item.curves.numpy().astype(np.float64)
-        if self._averages is not None:
-            curves = self._averages.take(rows.request_ids, rows.generated_tokens, curves)
         return EngineForecasts(
             step=rows.step,
             request_ids=rows.request_ids,

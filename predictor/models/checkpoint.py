@@ -40,7 +40,6 @@ class _Config(msgspec.Struct):
     trained_generated_tokens: tuple[_Tokens, _Tokens] = (0, 0)
     trained_remaining_tokens: tuple[_Tokens, _Tokens] = (0, 0)
     edges: Annotated[list[_Tokens], msgspec.Meta(min_length=2, max_length=1 << 16)] = []
-    averaging_half_life: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
     recalibration_nominal: list[float] = []
     recalibration_observed: list[float] = []
     state_half_life: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0

@@ -44,13 +44,10 @@ class RequestRows(NamedTuple):
             the predictor has been trained on (its ``layer`` and ``state_half_life``).
         numbers: [n, 6] float32, the columns of `INPUTS`; the first three are enough for a
             predictor that reads no other. An unknown one (nan) counts as the average.
-        request: [n] which request a row is of, where there are several rows of one; None where
-            each row is all that is known of its request.
     """
 
     hidden_states: torch.Tensor
     numbers: torch.Tensor
-    request: torch.Tensor | None = None
 
 
 class HiddenStateMLP(

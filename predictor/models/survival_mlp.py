@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import logsigmoid
 
-from predictor.forecasts.forecast import RunningAverages, SurvivalForecast, average_requests
+from predictor.forecasts.forecast import SurvivalForecast
 from predictor.forecasts.kaplan_meier import Recalibration
 from predictor.models.hidden_state_mlp import CheckpointError, HiddenStateMLP, RequestRows
 
@@ -99,13 +99,10 @@ class SurvivalMLP(HiddenStateMLP):
     .. math:: S(e_j) = g\Big(\prod_{i < j} \big(1 - \operatorname{sigmoid}(x_i)\big)\Big)
 
     with x the trunk's output (`HiddenStateMLP`), one discrete-time hazard a bin, and g the
-    post-hoc `Recalibration`, the identity at first. Trained with `hazard_nll`. Before g, the
-    product is averaged with those of the request's earlier rows (`averaged`).
+    post-hoc `Recalibration`, the identity at first. Trained with `hazard_nll`.
 
     Args:
         edges: [n_edges] the grid, in whole tokens from 0 to the model's limit.
-        averaging_half_life: tokens after which an earlier forecast of the same request counts
-            half as much; 0: they do not count.
         recalibration_nominal: [n_knots] where g is given, as P(R ≤ h).
         recalibration_observed: [n_knots] what was observed there.
 
@@ -120,16 +117,19 @@ class SurvivalMLP(HiddenStateMLP):
         self,
         edges: Sequence[int],
         kind: str = "survival",
-        averaging_half_life: float = 0.0,
         recalibration_nominal: Sequence[float] = (0.0, 1.0),
         recalibration_observed: Sequence[float] = (0.0, 1.0),
         **shared: Any,
     ) -> None:
         if kind != "survival":
             raise CheckpointError(f"a {kind!r} checkpoint holds no survival predictor")
+        if shared.pop("averaging_half_life", 0):
+            raise CheckpointError(
+                "it averages a request's forecasts, which Headway no longer does: train it again, "
+                "best on averages of hidden states (docs/collect.md, Which states)"
+            )
         super().__init__(len(edges) - 1, kind=kind, **shared)
         SurvivalForecast.new(edges, [[1.0, *[0.0] * (len(edges) - 1)]])
-        self.averaging_half_life = averaging_half_life
         self.recalibration = Recalibration(recalibration_nominal, recalibration_observed)
         grid = torch.tensor(list(edges), dtype=torch.float32)
         self.register_buffer("edges", grid, persistent=False)
@@ -139,37 +139,22 @@ class SurvivalMLP(HiddenStateMLP):
         return self.output(rows, noise)
 
     def survival(self, rows: RequestRows) -> torch.Tensor:
-        """Return S at every edge, [n, n_edges], as each row says: before averaging and g."""
+        """Return S at every edge, [n, n_edges], before g."""
         return log_survival(self(rows)).exp()
 
     @torch.inference_mode()
     def forecast(self, rows: RequestRows) -> SurvivalForecast:
-        """Forecast n rows, averaged along each request, capped by the tokens left to its end."""
-        return self._capped(self.recalibration.apply(self._averaged(rows)), rows)
+        """Forecast n rows, capped by the tokens left to each request's end."""
+        return self._capped(self.recalibration.apply(self._learned(rows)), rows)
 
     @torch.inference_mode()
     def forecast_as_learned(self, rows: RequestRows) -> SurvivalForecast:
         """Forecast n rows without the recalibration, to see what it does."""
-        return self._capped(self._averaged(rows), rows)
+        return self._capped(self._learned(rows), rows)
 
-    def running_averages(self) -> RunningAverages | None:
-        """Return what averages the forecasts of requests as they run; None: nothing does."""
-        if not self.averaging_half_life:
-            return None
-        return RunningAverages(self.edges.cpu().numpy().copy(), self.averaging_half_life)
-
-    def _averaged(self, rows: RequestRows) -> npt.NDArray[np.float64]:
+    def _learned(self, rows: RequestRows) -> npt.NDArray[np.float64]:
         self.refuse_unreadable(rows)
-        curves = self.survival(rows).cpu().numpy().astype(np.float64)
-        if rows.request is None or not self.averaging_half_life:
-            return curves
-        return average_requests(
-            self.edges.cpu().numpy(),
-            curves,
-            rows.request.cpu().numpy(),
-            rows.numbers[:, 0].cpu().numpy(),
-            self.averaging_half_life,
-        )
+        return self.survival(rows).cpu().numpy().astype(np.float64)
 
     def _capped(self, curves: npt.NDArray[np.float64], rows: RequestRows) -> SurvivalForecast:
         left = rows.numbers[:, 2].cpu().numpy()
@@ -178,10 +163,7 @@ class SurvivalMLP(HiddenStateMLP):
     def fingerprint(self) -> str:
         """Return 12 hexadecimal digits that name the weights and what is done to their curves."""
         knots = self.recalibration.nominal, self.recalibration.observed
-        settings: tuple[Any, ...] = (self.edges.tolist(), *knots)
-        if self.averaging_half_life:
-            settings = (*settings, self.averaging_half_life)
-        digest = hashlib.sha256(repr(settings).encode())
+        digest = hashlib.sha256(repr((self.edges.tolist(), *knots)).encode())
         for name, values in sorted(self.state_dict().items()):
             digest.update(name.encode() + values.cpu().numpy().tobytes())
         return digest.hexdigest()[:12]

@@ -185,8 +185,6 @@ class SurvivalTraining(PredictorTraining):
         lr: learning rate of AdamW.
         weight_decay: of AdamW.
         noise: on the standardised hidden states while training, see `PredictorTraining`.
-        averaging_half_life: of earlier forecasts, in tokens, see `averaged`; 0: they do
-            not count. Training itself sees every row alone.
         recalibrate: fit the post-hoc recalibration on the validation rows.
     """
 
@@ -204,13 +202,11 @@ class SurvivalTraining(PredictorTraining):
         lr: float = 1e-4,
         weight_decay: float = 0.1,
         noise: float = 1.0,
-        averaging_half_life: float = 30.0,
         recalibrate: bool = True,
     ) -> None:
         super().__init__(widths, inputs, lr, weight_decay, noise)
         self.save_hyperparameters()
         self.edges, self.limit = edges, limit
-        self.averaging_half_life = averaging_half_life
         self.recalibrate = recalibrate
 
     def build(self, data: RowsDataModule, shared: dict[str, Any]) -> SurvivalMLP:
@@ -226,9 +222,7 @@ class SurvivalTraining(PredictorTraining):
                 "--data.cut_requests censor"
             )
         train = data.parts["train"]
-        predictor = SurvivalMLP(
-            edges=self._grid(data), averaging_half_life=self.averaging_half_life, **shared
-        )
+        predictor = SurvivalMLP(edges=self._grid(data), **shared)
         edges = predictor.edges.double()
         rates = hazard_rates(
             torch.from_numpy(train.remaining_tokens), torch.from_numpy(train.censored), edges

@@ -288,7 +288,6 @@ def request_rows(table: RowTable) -> RequestRows:
     return RequestRows(
         torch.from_numpy(table.vectors()),
         torch.from_numpy(table.numbers()),
-        torch.from_numpy(table.request),
     )
 
 

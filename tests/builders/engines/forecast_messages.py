@@ -49,7 +49,6 @@ def write_all_reading(
     torch.manual_seed(0)
     predictor = SurvivalMLP(
         edges=survival_edges(512).tolist(),
-        averaging_half_life=30.0,
         model=name,
         model_revision=revision,
         hidden_size=width,

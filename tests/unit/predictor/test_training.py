@@ -69,7 +69,6 @@ def test_fit_writes_a_checkpoint_with_its_card(
     assert config["inputs"] == (inputs if survival else [])
     if survival:
         assert config["edges"] == survival_edges(512).tolist()
-        assert config["averaging_half_life"] == 30
     provenance = config["provenance"]
     cut = int(load_rows(memoryless).censored.sum())
     assert provenance["rows of cut requests"] == f"{cut} ({KINDS[kind]})"
