@@ -1,14 +1,15 @@
 """What recording and forecasts cost an engine: CPU time of a step, and its time by the clock.
 
     python -m benchmarks.engine_cost [MODEL] [--parts record forecast] [--requests 64] [--k 20]
-        [--quick] [--json OUT]
+        [--layer N] [--quick] [--json OUT]
 
 MODEL is an embedded model's name (``smollm2`` by default) or a folder with a configuration and a
 tokenizer; its weights are drawn unless --load-format says otherwise: a step takes as long with
 them. One engine, as vLLM starts it on this machine, serves the same requests in alternating phases,
 each first by turns: in one its hook is on, in the other vLLM's own `collective_rpc` has switched
-it off. With forecasts a subscriber reads the telemetry. The predictor has the shipped one's layers,
-inputs and averaging on this model's hidden states, untrained: its cost is the same.
+it off. With forecasts a subscriber reads the telemetry. The predictor has the shipped one's layers
+and inputs, untrained: its cost is the same. As the shipped one does, it reads averages of states
+after two thirds of the model's layers; with ``--layer 0`` the last layer's newest state.
 
 Reported per step: the CPU time of the hook (on the engine's thread), of handing forecasts on, and
 of the threads of recorder and telemetry; their share of the CPU time of the whole worker process;
@@ -33,7 +34,8 @@ from predictor.models.checkpoint import export_checkpoint, read_config
 from predictor.models.survival_mlp import SurvivalMLP
 
 _SHIPPED = "checkpoints/smollm2-135m-instruct"
-_SHARED = ("edges", "averaging_half_life", "widths", "inputs")
+_HALF_LIFE = 30.0
+_SHARED = ("edges", "widths", "inputs")
 _PROMPT_TOKENS, _FIRST_TOKEN, _LAST_TOKEN = 64, 1000, 20_000
 _SPENDING = {
     "hook": ("record", "forecast"),
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160, help="that each generates in a phase")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of phases")
     parser.add_argument("--k", type=int, default=20, help="steps between two forecasts")
+    parser.add_argument("--layer", type=int, help="whose averages are read (two thirds); 0: none")
     parser.add_argument("--dtype", help="float32 on a CPU, the model's own elsewhere")
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--eager", action="store_true", help="without compilation; so on a CPU")
@@ -70,22 +73,30 @@ def main() -> None:
     width = hidden_size(model)
     if width is None:
         parser.error(f"{options.model}: no configuration with a hidden size")
+    if options.layer is None:
+        from transformers import AutoConfig
+
+        options.layer = (
+            2 * AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers // 3
+        )
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with tempfile.TemporaryDirectory() as folder:
-        _untrained_predictor(model, width, options.k, Path(folder) / "predictor")
+        _untrained_predictor(model, width, options, Path(folder) / "predictor")
         figures = _measure(model, Path(folder), options)
     report("engine_cost", figures, options.json)
 
 
-def _untrained_predictor(model: str, width: int, k: int, folder: Path) -> None:
+def _untrained_predictor(model: str, width: int, options: Any, folder: Path) -> None:
     identity, shipped = identify(model), read_config(find_shipped(_SHIPPED))
     predictor = SurvivalMLP(
         **{name: shipped[name] for name in _SHARED},
         model=identity.name,
         model_revision=identity.revision or "",
         hidden_size=width,
-        k=k,
+        k=options.k,
+        layer=str(options.layer or "last"),
+        state_half_life=_HALF_LIFE if options.layer else 0.0,
     )
     export_checkpoint(predictor, folder, {})
 
@@ -114,7 +125,12 @@ def _engine(model: str, folder: Path, options: Any) -> Any:
         worker_cls="predictor.live.vllm_worker.LiveHeadwayWorker",
         scheduler_cls="predictor.live.vllm_scheduler.LiveHeadwayScheduler",
         additional_config={
-            "headway": {"k": options.k} | {part: sections[part] for part in options.parts}
+            "headway": {
+                "k": options.k,
+                "layer": options.layer,
+                "state_half_life": _HALF_LIFE if options.layer else 0.0,
+                **{part: sections[part] for part in options.parts},
+            }
         },
     )
 
@@ -151,6 +167,7 @@ def _measure(model: str, folder: Path, options: Any) -> dict[str, float]:
     return {
         "requests": options.requests,
         "k": options.k,
+        "layer": options.layer,
         "rounds": options.rounds,
         "steps": steps,
         **{name: on[name] for name in counts},
