@@ -11,7 +11,7 @@ prefix would know: nobody can say more of the next one than their distribution.
 *Integrated Brier scores* are of P(R > h), over h up to the cap (see `integrated_brier`), on the
 same continuations for all. The bound is that of the true distribution, without the bias of few
 continuations: the mean of n / (n - 1) S(h) (1 - S(h)) with S the share of n that are longer than h.
-``way`` is how far a forecast is from Kaplan and Meier's curve (of rounds 1 and 2, by age) on the
+``way`` is how far a forecast is from Kaplan and Meier's curve (of all rounds, by age) on the
 way to it. *Rank correlations* are of forecast means with single lengths, by Spearman; the bound is
 the root of that of two continuations of one prefix. Intervals are of a bootstrap over prefixes.
 ``cool`` are answers at temperatures below 0.8, which go on much the same each time: who knows them
@@ -47,7 +47,7 @@ IntArray = npt.NDArray[np.int64]
 AGES = (0, 80, 320)
 FOLDER = "transcripts/smollm2-135m-instruct"
 RECORDING = "recordings/smollm2-135m-instruct-prompts.parquet"
-LEARNED_FROM = ("round-1", "round-2")
+LEARNED_FROM = ("round-1", "round-2", "round-3")
 STEP, RESAMPLES = 8, 1000
 AT_ONCE = 256
 COMPILED_FROM = 1000  # continuations of each age: fewer are made sooner than a model is compiled
