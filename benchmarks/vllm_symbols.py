@@ -30,6 +30,7 @@ SYMBOLS = {
     f"{NIXL}.pull_worker": "NixlPullConnectorWorker",
     "entrypoints.launchers.api_server.entry": "main",
     "model_executor.layers.logits_processor": "LogitsProcessor",
+    "model_executor.models.interfaces": "EagleModelMixin SupportsEagle3",
     "v1.core.block_pool": "BlockPool.free_blocks BlockPool.get_num_free_blocks BlockPool.touch",
     "v1.core.kv_cache_manager": "KVCacheManager.get_blocks KVCacheManager.usage",
     "v1.core.sched.async_scheduler": "AsyncScheduler",

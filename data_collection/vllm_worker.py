@@ -125,7 +125,7 @@ class HeadwayWorker(PlatformWorker):  # type: ignore[misc]
         if is_recording_rank():
             self._forecaster = self.make_forecaster(self._generated)
         if layer:
-            capture_layer(self.model_runner, config, layer)
+            capture_layer(self.model_runner, layer)
         if half_life and is_recording_rank():
             most = 2 * config.scheduler_config.max_num_seqs  # and some that are preempted
             self._averages = AveragedStates(half_life, self.state_width(), self.device, most)

@@ -1,6 +1,6 @@
 """A step of vLLM: which requests and tokens it is of, what its runner computed, and its output."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ from data_collection.models import NORM_WITH_LOGITS
 from data_collection.vllm_adapter.requests import adapter_of, asked_max_tokens
 from data_collection.vllm_adapter.support import uses_v2_runner
 
+_LAST_ALONE = "this model returns the states of its last layer alone"
 FINISHED_ATTRIBUTE = "headway_finished"
 """Name under which our scheduler adds ended requests to vLLM's `SchedulerOutput`."""
 
@@ -24,8 +25,8 @@ FINISHED_ATTRIBUTE = "headway_finished"
 def is_recording_rank() -> bool:
     """Whether this worker records: rank 0 of the last pipeline stage.
 
-    Every tensor-parallel rank holds the same final hidden states, and only the last
-    pipeline stage holds them at all.
+    Every tensor-parallel rank holds the same hidden states, and only the last pipeline stage
+    holds the final ones.
     """
     return get_tensor_model_parallel_rank() == 0 and is_last_stage()
 
@@ -71,48 +72,47 @@ def compile_apart(vllm_config: Any, layer: int) -> None:
     """Let vLLM keep what it compiles of a model with this layer captured apart.
 
     Before the model is loaded: parts of it may have copies of the configuration.
+
+    Raises:
+        ValueError: the model has fewer layers, or the engine runs in a way that cannot capture it.
     """
+    config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    layers, in_two = config.get_total_num_hidden_layers(), getattr(parallel, "use_ubatching", False)
+    in_stages = "pipeline parallelism is on, and its stage may not be the last"
+    problems = {
+        _LAST_ALONE: any(one in NORM_WITH_LOGITS for one in config.architectures),
+        f"this model has {layers} layers": not 1 <= layer <= layers,
+        in_stages: parallel.pipeline_parallel_size > 1,
+        "batches are split in two; drop --enable-dbo": in_two,
+    }
+    _refuse_layer(layer, problems)
     vllm_config.additional_config = {**vllm_config.additional_config, "headway_layer": layer}
 
 
-def capture_layer(model_runner: Any, vllm_config: Any, layer: int) -> None:
+def capture_layer(model_runner: Any, layer: int) -> None:
     """Let a model that has just been loaded return the states after so many layers, too.
 
     vLLM's models do so for the drafts of EAGLE-3.
 
     Raises:
-        ValueError: the model cannot, or has fewer layers, or the engine runs in a way that cannot.
+        ValueError: the model cannot.
     """
-    config, parallel, model = (
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-        model_runner.get_model(),
-    )
-    layers = config.get_total_num_hidden_layers()
-    checks = (
-        (
-            not supports_eagle3(model)
-            or any(one in NORM_WITH_LOGITS for one in config.architectures),
-            "this model returns the states of its last layer alone",
-        ),
-        (not 1 <= layer <= layers, f"this model has {layers} layers"),
-        (
-            parallel.pipeline_parallel_size > 1,
-            "pipeline parallelism is on, and its stage may not be the last",
-        ),
-        (getattr(parallel, "use_ubatching", False), "batches are split in two; drop --enable-dbo"),
-    )
-    problems = [problem for is_there, problem in checks if is_there]
-    if not problems:
-        try:
-            model.set_aux_hidden_state_layers((layer,))
-        except AssertionError as error:
-            problems = [str(error)]
-    if problems:
-        raise ValueError(
-            f"Headway cannot capture states after layer {layer}: {'; '.join(problems)}"
-        )
+    model = model_runner.get_model()
+    _refuse_layer(layer, {_LAST_ALONE: not supports_eagle3(model)})
+    try:
+        model.set_aux_hidden_state_layers((layer,))
+    except AssertionError as error:
+        _refuse_layer(layer, {str(error): True})
     model_runner.use_aux_hidden_state_outputs = True
+
+
+def _refuse_layer(layer: int, problems: Mapping[str, bool]) -> None:
+    found = "; ".join(problem for problem, is_there in problems.items() if is_there)
+    if found:
+        raise ValueError(
+            f"Headway cannot capture states after layer {layer}, which `layer` or the predictor "
+            f"asks for: {found}. Predictors of the last layer can be trained without `layer`"
+        )
 
 
 def step_rows(model_runner: Any) -> tuple[Sequence[str], Gather]:

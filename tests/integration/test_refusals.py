@@ -291,9 +291,11 @@ def test_a_layer_is_captured_only_of_models_and_engines_that_return_it(
     runner = SimpleNamespace(get_model=lambda: model, use_aux_hidden_state_outputs=False)
     if problem:
         with pytest.raises(ValueError, match=f"cannot capture states after layer .*{problem}"):
-            capture_layer(runner, config, layer)
+            compile_apart(config, layer)  # what the configuration says, before the model is loaded
+            capture_layer(runner, layer)
         return
-    capture_layer(runner, config, layer)
+    compile_apart(config, layer)
+    capture_layer(runner, layer)
     assert model.layers == (layer,) and runner.use_aux_hidden_state_outputs
 
 

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -88,11 +89,12 @@ def test_our_classes_lack_no_method(ours: type) -> None:
         (EngineCoreOutput, "request_id new_token_ids new_logprobs finish_reason stop_reason"),
         (EngineCoreOutput, "events trace_headers"),
         (EngineCoreOutputs, "outputs"),
-        (ExecuteModelState, "hidden_states"),
+        (ExecuteModelState, "hidden_states aux_hidden_states"),
         (ModelConfig, "model dtype runner"),
         (ModelRunnerOutput, "req_ids"),
         (NewRequestData, "req_id num_computed_tokens prefill_token_ids sampling_params"),
         (ParallelConfig, "pipeline_parallel_size prefill_context_parallel_size"),
+        (SupportsEagle3, "supports_eagle3"),
         (ParallelConfig, "decode_context_parallel_size data_parallel_rank data_parallel_index"),
         (SamplingParams, "extra_args output_kind logprobs seed min_tokens max_tokens"),
         (SchedulerConfig, "scheduler_cls async_scheduling policy max_num_seqs"),
@@ -135,7 +137,9 @@ def test_structures_have_the_fields_we_read(structure: type, names: str) -> None
         ("v1.core.sched.scheduler", "Scheduler", "finished_recving_kv_req_ids block_size"),
         ("v1.core.sched.scheduler", "Scheduler", "kv_cache_manager cache_config"),
         ("v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model_state query_start_loc"),
+        ("v1.worker.gpu_model_runner", "GPUModelRunner", "use_aux_hidden_state_outputs"),
         ("v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model_state"),
+        ("v1.worker.gpu.model_runner", "GPUModelRunner", "use_aux_hidden_state_outputs"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_need_send block_size"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_in_batch engine_id"),
         (f"{NIXL}.base_scheduler", "NixlBaseConnectorScheduler", "_reqs_not_processed"),
@@ -153,7 +157,7 @@ def test_objects_have_the_attributes_we_use(module: str, kind: str, names: str) 
 
 def test_the_v2_runner_s_batch_is_where_we_read_it() -> None:
     state = fields_of("v1.worker.gpu.model_runner", "ExecuteModelState")
-    assert {"input_batch", "hidden_states"} <= state
+    assert {"input_batch", "hidden_states", "aux_hidden_states"} <= state
     batch = fields_of("v1.worker.gpu.input_batch", "InputBatch")
     assert {"req_ids", "logits_indices"} <= batch
 
