@@ -1,4 +1,4 @@
-"""Forecasts of the remaining length: survival curves, their averages, and point forecasts."""
+"""Forecasts of the remaining length: survival curves and point forecasts."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace

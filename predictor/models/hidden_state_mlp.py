@@ -59,7 +59,7 @@ class HiddenStateMLP(
 ):
     """An MLP on the serving model's hidden state (STAR §4.2, eq. 2), whatever its head.
 
-    With h in R^d the last layer's hidden state of the last token, after the final norm,
+    With h in R^d a hidden state, by default the last layer's of the last token after the norm,
 
         x = W_m φ(… φ(W_1 [z, c])),   z = (h - μ) / σ,   φ = ReLU,
 
@@ -226,8 +226,9 @@ class HiddenStateMLP(
         if mine != theirs:
             raise ModelMismatchError(
                 f"this predictor was trained on hidden states of {_named(*mine)}; these are of "
-                f"{_named(*theirs)}. Train one with `headway train fit`, or leave `layer` and "
-                "`state_half_life` to the predictor"
+                f"{_named(*theirs)}. Collect the states that it reads (--record.layer and "
+                "--record.state_half_life; an engine without them takes the predictor's), or train "
+                "another with `headway train fit`"
             )
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:

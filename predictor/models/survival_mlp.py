@@ -125,8 +125,9 @@ class SurvivalMLP(HiddenStateMLP):
             raise CheckpointError(f"a {kind!r} checkpoint holds no survival predictor")
         if shared.pop("averaging_half_life", 0):
             raise CheckpointError(
-                "it averages a request's forecasts, which Headway no longer does: train it again, "
-                "best on averages of hidden states (docs/collect.md, Which states)"
+                "it averages a request's forecasts, which Headway no longer does. Train it again, "
+                "best on averages of hidden states (docs/collect.md, Which states); or set "
+                "averaging_half_life to 0 in its config.json, then `headway evaluate recalibrate`"
             )
         super().__init__(len(edges) - 1, kind=kind, **shared)
         SurvivalForecast.new(edges, [[1.0, *[0.0] * (len(edges) - 1)]])

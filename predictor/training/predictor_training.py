@@ -1,5 +1,6 @@
 """Training predictors with Lightning: what STAR's regressor and the survival model share."""
 
+import sys
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from predictor.forecasts.kaplan_meier import fit_recalibration, observed_levels, survival_edges
-from predictor.models.hidden_state_mlp import HiddenStateMLP, RemainingLengthMLP
+from predictor.models.hidden_state_mlp import PROMPT_LAYER, HiddenStateMLP, RemainingLengthMLP
 from predictor.models.survival_mlp import SurvivalMLP, hazard_nll, hazard_rates
 from predictor.training.row_table import RowTable
 from predictor.training.rows_data_module import Batch, RowsDataModule, request_rows
@@ -17,6 +18,9 @@ from predictor.training.rows_data_module import Batch, RowsDataModule, request_r
 _STATISTICS_ROWS = 20_000
 _SHORTEST_GRID = 8192
 """Tokens to which a survival grid goes at least, whatever the data has."""
+_OF_ONE_TOKEN = """\
+note: each row is the state of one token. Averages say more of a length: collect with \
+--record.state_half_life 30, and with --record.layer where the model can (docs/collect.md)"""
 
 
 class PredictorTraining(L.LightningModule, ABC):
@@ -222,6 +226,8 @@ class SurvivalTraining(PredictorTraining):
                 "--data.cut_requests censor"
             )
         train = data.parts["train"]
+        if train.session.layer != PROMPT_LAYER and not train.session.state_half_life:
+            print(_OF_ONE_TOKEN, file=sys.stderr)
         predictor = SurvivalMLP(edges=self._grid(data), **shared)
         edges = predictor.edges.double()
         rates = hazard_rates(

@@ -134,11 +134,17 @@ class _TrainCLI(LightningCLI):
         if path and Path(path).is_file():
             message = f"--ckpt-path {path}: not a whole checkpoint such as OUT/training/last.ckpt"
             try:
-                whole = "loops" in torch.load(path, weights_only=True, map_location="cpu")
+                state = torch.load(path, weights_only=True, map_location="cpu")
+                whole, known = "loops" in state, state.get("hyper_parameters", {})
             except (RuntimeError, ValueError, TypeError, EOFError, UnpicklingError) as error:
                 raise ValueError(message) from error
             if not whole:
                 raise ValueError(message)
+            if "averaging_half_life" in known:
+                raise ValueError(
+                    f"--ckpt-path {path}: of an earlier version, whose forecasts were averaged; "
+                    "train anew, without it"
+                )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the arguments that belong to neither model, data nor trainer."""

@@ -36,7 +36,7 @@ def published(messages: Sequence[Message]) -> dict[tuple[str, int], tuple[int, n
 def write_all_reading(
     folder: Path, model: Path | None = None, layer: str = "last", state_half_life: float = 0.0
 ) -> Path:
-    """Write an untrained predictor that reads every input, and averages; return it.
+    """Write an untrained predictor that reads every input; return it.
 
     For SmolLM2, or for a model in a folder.
     """

@@ -159,6 +159,17 @@ def test_a_checkpoint_s_settings_that_cannot_be_are_named(
     assert str(tmp_path) in str(raised.value)
 
 
+def test_a_checkpoint_of_earlier_versions_that_averaged_nothing_is_read(tmp_path: Path) -> None:
+    made = small(SurvivalMLP, edges=[0, 5], widths=[4])
+    made.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"averaging_half_life": 0.0}))
+    loaded = load_predictor(str(tmp_path))
+    assert isinstance(loaded, SurvivalMLP)
+    assert loaded.fingerprint() == made.fingerprint()
+    assert "averaging_half_life" not in loaded.config()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
 @pytest.mark.parametrize("name", ["network.0.weight", "input_mean", "input_std", "count_std"])
 def test_weights_that_forecast_nonsense_are_refused(
