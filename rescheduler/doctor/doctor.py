@@ -90,7 +90,8 @@ def _capture(architectures: list[str]) -> Finding:
     if architectures and not architectures[0].endswith(_GENERATE):
         wrong = f"{architectures[0]} does not look like a model that generates text"
         return Finding("hidden states", "note", wrong, "an engine says for sure as it starts")
-    return Finding("hidden states", "ok", "can be recorded and forecast from")
+    said = "can be recorded and forecast from; whether an earlier layer's can, an engine says"
+    return Finding("hidden states", "ok", said)
 
 
 def _moves(config: dict[str, Any]) -> Finding:

@@ -167,7 +167,6 @@ def test_a_checkpoint_of_earlier_versions_that_averaged_nothing_is_read(tmp_path
     loaded = load_predictor(str(tmp_path))
     assert isinstance(loaded, SurvivalMLP)
     assert loaded.fingerprint() == made.fingerprint()
-    assert "averaging_half_life" not in loaded.config()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
