@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.support.report import arguments, mean_of, percent_change, report
 from data_collection.files import find_shipped
 from data_collection.models import identify, resolve_model
-from data_collection.workload.collect import hidden_size
+from data_collection.workload.collect import hidden_layers, hidden_size
 from predictor.models.checkpoint import export_checkpoint, read_config
 from predictor.models.survival_mlp import SurvivalMLP
 
@@ -73,12 +73,10 @@ def main() -> None:
     width = hidden_size(model)
     if width is None:
         parser.error(f"{options.model}: no configuration with a hidden size")
-    if options.layer is None:
-        from transformers import AutoConfig
-
-        options.layer = (
-            2 * AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers // 3
-        )
+    layers = hidden_layers(model) or 0
+    options.layer = 2 * layers // 3 if options.layer is None else options.layer
+    if not 0 <= options.layer <= layers:
+        parser.error(f"--layer must be from 0 to {layers}, not {options.layer}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with tempfile.TemporaryDirectory() as folder:

@@ -160,10 +160,16 @@ def _text_config(model: str) -> Any:
         return None
 
 
+def hidden_layers(model: str) -> int | None:
+    """Return how many layers a resolved model has, by its configuration."""
+    layers = getattr(_text_config(model), "num_hidden_layers", None)
+    return layers if isinstance(layers, int) else None
+
+
 def _refuse_missing_layer(model: str, layer: int) -> None:
     """Refuse, before an engine is started, what its worker would refuse."""
-    layers = getattr(_text_config(model), "num_hidden_layers", None) if layer else None
-    if isinstance(layers, int) and layer > layers:
+    layers = hidden_layers(model) if layer else None
+    if layers is not None and layer > layers:
         raise ValueError(f"--record.layer {layer}: the model has {layers} layers")
 
 

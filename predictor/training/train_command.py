@@ -135,12 +135,11 @@ class _TrainCLI(LightningCLI):
             message = f"--ckpt-path {path}: not a whole checkpoint such as OUT/training/last.ckpt"
             try:
                 state = torch.load(path, weights_only=True, map_location="cpu")
-                whole, known = "loops" in state, state.get("hyper_parameters", {})
             except (RuntimeError, ValueError, TypeError, EOFError, UnpicklingError) as error:
                 raise ValueError(message) from error
-            if not whole:
+            if not isinstance(state, dict) or "loops" not in state:
                 raise ValueError(message)
-            if "averaging_half_life" in known:
+            if "averaging_half_life" in state.get("hyper_parameters", {}):
                 raise ValueError(
                     f"--ckpt-path {path}: of an earlier version, whose forecasts were averaged; "
                     "train anew, without it"

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_collection.capture.capture_hook import CaptureHook
-from data_collection.capture.requests import FinishedRequest
 from predictor import RequestRows, SurvivalMLP
 from predictor.forecasts.kaplan_meier import Recalibration
 from predictor.live.engine_forecasts import EngineForecasts
@@ -43,13 +42,12 @@ class Engine:
         self.hook = CaptureHook(k, [self.forecaster])
         self.made: list[EngineForecasts] = []
 
-    def step(self, scheduled: dict[str, tuple[int, int, int]], ended: Sequence[str] = ()) -> None:
+    def step(self, scheduled: dict[str, tuple[int, int, int]]) -> None:
         """Compute tokens: name -> (computed before, scheduled, generated tokens that exist)."""
         for name, tokens in scheduled.items():
             self.hook.request_scheduled(name, *tokens)
         states = torch.stack([state(name, c + s - PROMPT) for name, (c, s, _) in scheduled.items()])
-        finished = [FinishedRequest(name, "stop", PROMPT, 9, CAP, None, [], {}) for name in ended]
-        self.hook.step_done(list(scheduled), lambda rows, _behind: states[rows], finished)
+        self.hook.step_done(list(scheduled), lambda rows, _behind: states[rows], [])
         self.made += self.forecaster.take_arrived()
 
     def curve(self, name: str, n: int) -> npt.NDArray[Any]:

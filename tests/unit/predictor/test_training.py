@@ -434,3 +434,29 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
     assert main([*arguments, "--ckpt-path", str(weights)]) in (1, 2)
     assert f"{weights}: not a whole checkpoint" in capsys.readouterr().err
     assert "damaged.ckpt" in said.strip().splitlines()[-1] and "Traceback" not in said, said
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ([1], "not a whole checkpoint"),
+        ({"state_dict": {}}, "not a whole checkpoint"),
+        ({"loops": {}, "hyper_parameters": {"averaging_half_life": 30.0}}, "an earlier version"),
+    ],
+)
+def test_a_file_that_no_training_can_go_on_from_is_refused(
+    folder: Path, saved: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "other.ckpt"
+    torch.save(saved, path)
+    arguments = ["train", "fit", "--config", "survival", "--data.dataset", str(folder / "data")]
+    assert main([*arguments, "--ckpt-path", str(path), *SMALL]) in (1, 2)
+    said = capsys.readouterr().err
+    assert message in said and str(path) in said
+
+
+def test_states_of_single_tokens_are_trained_on_with_a_note(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit("survival", folder / "data", folder / "noted", *SMALL, "--trainer.max_epochs=1")
+    assert "collect with --record.state_half_life 30" in capsys.readouterr().err
