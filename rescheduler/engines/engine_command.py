@@ -131,8 +131,8 @@ def engine_command(
         arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
     elif instance.role == "decode" and (options.order is not None or victim != "newest"):
         ordered, suspends = options.order is not None, victim != "newest"
-        if ordered:
-            section["order"] = options.order
+        if options.order is not None:
+            section["order"] = _order_of(instance, options.order)
         if suspends:
             section["victim"] = victim
         scheduler = _SCHEDULERS[ordered, suspends]
@@ -243,6 +243,12 @@ def _forecasts(deployment: Deployment, instance: Instance, checkpoint: str) -> d
         "k": deployment.engine.k,
         "forecast": {"checkpoint": checkpoint, "telemetry": telemetry},
     }
+
+
+def _order_of(instance: Instance, order: dict[str, Any]) -> dict[str, Any]:
+    """Return an engine's order; each engine of a deployment keeps a past of its own."""
+    file = order.get("past_file")
+    return order if file is None else {**order, "past_file": f"{file}-{instance.name}"}
 
 
 def _environment(deployment: Deployment, instance: Instance, on_cpu: bool) -> dict[str, str]:

@@ -70,7 +70,10 @@ class EngineOrder(SchedulerPart):
             self._prompts.warn_of_other_model(name_of(vllm_config.model_config.model), logger)
         self._past: EnginePast | None = None
         if self._prompts is None and config.past and self._orders:
-            self._past = EnginePast(config.past)
+            file, rank = config.past_file, vllm_config.parallel_config.data_parallel_index
+            if file is not None and rank:  # each keeps its own
+                file += f"-{rank}"
+            self._past = EnginePast(config.past, file)
         self._slots = float(vllm_config.scheduler_config.max_num_seqs)
         self._expected: dict[str, float] = {}
         self._stages = float(vllm_config.parallel_config.pipeline_parallel_size)
@@ -84,6 +87,8 @@ class EngineOrder(SchedulerPart):
         if not self._orders or began < self._order_at:
             return
         try:
+            if self._past is not None:
+                self._past.keep()
             self._order()
         except Exception:  # an engine ends by one
             self.scheduler.failures += 1
@@ -116,6 +121,11 @@ class EngineOrder(SchedulerPart):
             more = request.num_output_tokens - self._mean
             self._mean += _MEAN_WEIGHT * (max(0.0, more) if cut else more)
             self._line.ended(time.monotonic() - arrival(request))
+
+    def shutdown(self) -> None:
+        """Keep what is known of the past."""
+        if self._past is not None:
+            self._past.close()
 
     def _order(self) -> None:
         queue = queued_requests(self.scheduler)

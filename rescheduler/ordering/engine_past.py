@@ -1,18 +1,27 @@
 """What an engine's own past says of the requests that wait in its queue."""
 
+import logging
+import time
+from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b
+from threading import Thread
 from typing import Any
 
 import numpy as np
 
 from data_collection.vllm_adapter.requests import adapter_of
 from predictor.past.length_memory import KeyArray, LengthMemory, Recalled, compile_memory
+from predictor.past.memory_file import MemoryFile
+
+logger = logging.getLogger("vllm.headway.order")  # with vLLM's handler
 
 _FINE, _COARSE = 16, 256
 """Tokens of a prompt after which it has one more key: up to 256, and beyond."""
 _MOST_TOKENS = 1 << 16
 _MOST_NAMES = 4_096
+_SAVED_SECONDS = 60.0
+"""Between two times that the file is written: by default vLLM kills an engine that is to stop."""
 
 
 def token_keys(prompt: list[int], salt: bytes) -> KeyArray:
@@ -38,10 +47,19 @@ class EnginePast:
 
     Args:
         keys: prefixes that are known at most, 32 bytes each.
+        file: that keeps them across restarts; None: a restart forgets them.
+
+    Raises:
+        PastError: no such file could be written.
     """
 
-    def __init__(self, keys: int) -> None:
-        self._memory = LengthMemory(keys)
+    def __init__(self, keys: int, file: str | None = None) -> None:
+        self._file = None if file is None else MemoryFile(file, "headway.order.past_file", logger)
+        self._memory = LengthMemory(keys) if self._file is None else self._file.load(keys)
+        self._copying: Iterator[LengthMemory] | None = None
+        self._copy = self._memory
+        self._writer: Thread | None = None
+        self._keep_at = time.monotonic() + _SAVED_SECONDS
         self._recalled: dict[str, Recalled] = {}
         self._key = lru_cache(_MOST_NAMES)(self._memory.key_of)
         compile_memory()
@@ -60,6 +78,30 @@ class EnginePast:
         if by_itself and request.num_output_tokens > 0:
             recalled = recalled or self._recall(request)
             self._memory.learn(recalled, request.num_output_tokens, cut)
+
+    def keep(self) -> None:
+        """Keep what is known in the file every minute.
+
+        Each call copies a part. A thread writes the copy, so that no step waits for a disk.
+        """
+        if self._file is None or (self._copying is None and time.monotonic() < self._keep_at):
+            return
+        self._copying = self._copying or self._memory.copied()
+        copy = next(self._copying, None)
+        if copy is not None:
+            self._copy = copy
+            return
+        self._copying, self._keep_at = None, time.monotonic() + _SAVED_SECONDS
+        if self._writer is None or not self._writer.is_alive():
+            self._writer = Thread(target=self._file.save, args=(self._copy,), daemon=True)
+            self._writer.start()
+
+    def close(self) -> None:
+        """Keep what is known in the file, if there is one."""
+        if self._writer is not None:
+            self._writer.join()
+        if self._file is not None:
+            self._file.save(self._memory)
 
     def _recall(self, request: Any) -> Recalled:
         chain = token_keys(request.prompt_token_ids or [], self._memory.salt)

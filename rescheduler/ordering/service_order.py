@@ -148,11 +148,13 @@ class EngineOrderConfig(NamedTuple):
         prompt_checkpoint: predictor that reads prompts; None: the past says what is expected.
         past: prefixes of earlier prompts that are known at most, 32 bytes each; 0: what waits is
             expected to be like what ended lately.
+        past_file: that keeps them across restarts; None: a restart forgets them.
     """
 
     order: ServiceOrder
     prompt_checkpoint: str | None
     past: int = PAST_KEYS
+    past_file: str | None = None
 
 
 def read_engine_order(additional_config: Mapping[str, Any]) -> EngineOrderConfig:
@@ -180,15 +182,26 @@ def read_engine_order(additional_config: Mapping[str, Any]) -> EngineOrderConfig
         raise ValueError(
             f"--additional-config, {SECTION}.order.past: keys, 0 to {MOST_PAST_KEYS}, not {past!r}"
         )
+    past_file = options.pop("past_file", None)
+    if past_file is not None and not (isinstance(past_file, str) and past_file):
+        raise ValueError(
+            f"--additional-config, {SECTION}.order.past_file: a file, not {past_file!r}"
+        )
     if "fairness" in options:
         raise ValueError(
             f"--additional-config, {SECTION}.order.fairness: an engine does not know who sent its "
             "requests; leave it out here, and give it in the order of the proxy"
         )
     try:
-        return EngineOrderConfig(create_order(**options), checkpoint, past)
+        order = create_order(**options)
     except ValueError as error:
         raise ValueError(f"--additional-config, {SECTION}.order: {error}") from error
+    if past_file is not None and (checkpoint is not None or not past or not order.needs_lengths):
+        raise ValueError(
+            f"--additional-config, {SECTION}.order.past_file: an engine learns nothing of the past "
+            f"with {order.name}, past: {past} and prompt_checkpoint: {checkpoint}; leave it out"
+        )
+    return EngineOrderConfig(order, checkpoint, past, past_file)
 
 
 FloatArray = npt.NDArray[np.float64]

@@ -8,7 +8,6 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from math import inf
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,6 +22,7 @@ from predictor.past.length_memory import (
     compile_memory,
     kept_chain,
 )
+from predictor.past.memory_file import MemoryFile
 from rescheduler.coordination.coordinated_cluster import instances_digest
 from rescheduler.coordination.messages import MOST_TOKENS, LearnedLength
 from rescheduler.engines.deployment import Deployment, DeploymentError
@@ -96,19 +96,6 @@ def _parts(prompt: Raw, chat: bool) -> Iterator[tuple[bytes, bool]]:
     for role, raw in zip(roles, messages, strict=True):
         begins = begins and role in ("system", "developer")
         yield bytes(raw), begins
-
-
-def _kept_in(file: str) -> Path:
-    """Return the path of a file that keeps what is known, in a folder that is there."""
-    try:
-        path = Path(file).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        usable = "\0" not in file and (path.is_file() or not path.exists())
-    except (OSError, RuntimeError, ValueError) as error:
-        raise DeploymentError(f"proxy.past.file: {file!r}: {error}") from error
-    if not usable:
-        raise DeploymentError(f"proxy.past.file: {file!r} is not a regular file")
-    return path
 
 
 @dataclass(slots=True)
@@ -196,39 +183,20 @@ class PastForecasts:
     """
 
     def __init__(self, options: PastOptions, salt: bytes | None = None) -> None:
-        self._options = options
-        self._path = None if options.file is None else _kept_in(options.file)
-        self.memory = LengthMemory(options.keys, salt)
+        self._file: MemoryFile | None = None
+        if options.file is None:
+            self.memory = LengthMemory(options.keys, salt)
+        else:
+            try:
+                self._file = MemoryFile(options.file, "proxy.past.file", logger)
+            except PastError as error:
+                raise DeploymentError(str(error)) from error
+            self.memory = self._file.load(options.keys, salt)
         self.tell: Callable[[LearnedLength], None] = lambda learned: None
-        if self._path is not None and self._path.exists():
-            self.memory = self._kept(self._path, salt) or self.memory
         self._running: dict[LiveRequest, Recalled] = {}
         self._siblings: dict[int, _Siblings] = {}
         self._key = lru_cache(_MOST_NAMES)(self.memory.key_of)
-        self._failed = False
         compile_memory()
-
-    def _kept(self, path: Path, salt: bytes | None) -> LengthMemory | None:
-        """Return what a file has; one that cannot be used is kept beside what will be written."""
-        try:
-            kept = LengthMemory.load(path, self._options.keys)
-            if salt in (None, kept.salt):
-                return kept
-            reason = f"{path}: digests by another salt than the other proxies'"
-        except PastError as error:
-            reason = str(error)
-        except OSError as error:
-            logger.warning("proxy.past: begins anew, and keeps nothing: %s", error)
-            self._path = None
-            return None
-        other = path.with_name(f"{path.name}.refused")
-        logger.warning("proxy.past: begins anew: %s; it is %s now", reason, other.name)
-        try:
-            path.replace(other)
-        except OSError as error:
-            logger.warning("proxy.past: keeps nothing: %s", error)
-            self._path = None
-        return None
 
     def expected(self, request: LiveRequest) -> int | None:
         """Return the tokens that an answer is expected to have; None if its client is new.
@@ -315,9 +283,9 @@ class PastForecasts:
 
     async def run(self) -> None:
         """Keep what is known in the file every five minutes, forever."""
-        while self._path is not None:
+        while self._file is not None and self._file.usable:
             await asyncio.sleep(_SAVED_SECONDS)
-            await asyncio.to_thread(self._save, await self._copied())
+            await asyncio.to_thread(self._file.save, await self._copied())
 
     async def _copied(self) -> LengthMemory:
         """Return a copy of what is known, made in many turns of the event loop."""
@@ -329,14 +297,5 @@ class PastForecasts:
 
     def close(self) -> None:
         """Keep what is known in the file, if there is one."""
-        self._save(self.memory)
-
-    def _save(self, memory: LengthMemory) -> None:
-        if self._path is None:
-            return
-        try:
-            memory.save(self._path)
-        except OSError as error:
-            if not self._failed:
-                logger.warning("proxy.past.file: %s; only the first failure is shown", error)
-            self._failed = True
+        if self._file is not None:
+            self._file.save(self.memory)

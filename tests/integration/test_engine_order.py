@@ -9,6 +9,8 @@ import pytest
 from forked_vllm import post, run_forked, running_server, server_arguments
 from offline_engines import serve_waves
 
+from predictor.past.length_memory import LengthMemory
+
 SCHEDULER = "rescheduler.ordering.vllm_scheduler.OrderedHeadwayScheduler"
 LENGTHS = [60, 45, 30, 20, 12, 6]
 
@@ -89,9 +91,14 @@ def test_what_waits_is_expected_to_be_answered_as_its_prefix_was(smollm2: Path) 
 
 @pytest.mark.slow
 def test_a_server_needs_two_flags(smollm2: Path, tmp_path: Path) -> None:
-    section = {"order": {"name": "boost"}}
-    arguments = server_arguments(smollm2, section, "--scheduler-cls", SCHEDULER)
+    past = tmp_path / "past"
+    section = {"order": {"name": "boost", "past_file": str(past)}}
+    arguments = server_arguments(
+        smollm2, section, "--scheduler-cls", SCHEDULER, "--shutdown-timeout", "9"
+    )
     with running_server(arguments, tmp_path / "server.log") as server:
         body = {"model": "smollm2", "prompt": "The sea is", "max_tokens": 4}
         with post(server.port, "/v1/completions", body) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
+        assert not past.exists()
+    assert LengthMemory.load(past).known == 2  # written as the server stops: its prompt, and others

@@ -39,6 +39,7 @@ def engine_order(
     *requests: QueuedByVllm,
     policy: str = "fcfs",
     forecasts: dict[str, int] | None = None,
+    rank: int = 0,
     **order: Any,
 ) -> EngineOrder:
     queue = FCFSRequestQueue()
@@ -48,7 +49,7 @@ def engine_order(
             model_config=SimpleNamespace(model="acme/other"),
             additional_config={"headway": {"order": order or {"name": "shortest"}}},
             scheduler_config=SimpleNamespace(policy=policy, max_num_seqs=4),
-            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_index=rank),
         ),
         waiting=queue,
         skipped_waiting=[],

@@ -3,6 +3,9 @@
 import logging
 import math
 import random
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from queued_by_vllm import QueuedByVllm, engine_order, names
 
+from predictor.past import length_memory
+from predictor.past.length_memory import LengthMemory
 from rescheduler.ordering.engine_order import EngineOrder
 from rescheduler.ordering.engine_past import EnginePast, token_keys
 from rescheduler.ordering.service_order import MOST_PAST_KEYS, read_engine_order
@@ -130,3 +135,121 @@ def test_an_order_is_whole_though_few_are_recalled_at_a_time() -> None:
         made.before_scheduling()
         assert len(made._expected) == known
     assert np.isfinite([*made._expected.values()]).all()
+
+
+# A file
+
+
+def taught(order: EngineOrder) -> None:
+    for _ in range(10):
+        ended(order, 1, 900)
+        ended(order, 2, 20)
+
+
+def knows(order: EngineOrder) -> bool:
+    """Return whether an engine tells apart what it was taught."""
+    assert order._past is not None
+    expected = [order._past.expected(asks(f"new {i}", i)) for i in (1, 2)]
+    return None not in expected and expected[1] < 40 < 600 < expected[0]  # type: ignore[operator]
+
+
+def test_an_engine_knows_the_past_after_a_restart(tmp_path: Path) -> None:
+    file = str(tmp_path / "folder" / "past")
+    made = engine_order(name="boost", past_file=file)
+    taught(made)
+    assert knows(made)
+    assert not knows(engine_order(name="boost", past_file=file))
+    made.shutdown()
+    assert knows(engine_order(name="boost", past_file=file))
+    assert (tmp_path / "folder" / "past").stat().st_mode & 0o777 == 0o600
+
+
+def test_each_rank_of_an_engine_has_a_file_of_its_own(tmp_path: Path) -> None:
+    file = str(tmp_path / "past")
+    for rank in (0, 1):
+        made = engine_order(name="boost", past_file=file, rank=rank)
+        if rank == 1:
+            taught(made)
+        made.shutdown()
+    assert not knows(engine_order(name="boost", past_file=file))
+    assert knows(engine_order(name="boost", past_file=file, rank=1))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["past", "past-1"]
+
+
+def test_an_engine_that_is_killed_loses_a_minute_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(length_memory, "_SETS_AT_ONCE", 64)
+    now = 1_000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    file = tmp_path / "past"
+    made = engine_order(name="boost", past=1 << 14, past_file=str(file))
+    taught(made)
+    now = 1_059.0
+    made.before_scheduling()
+    assert not file.exists()
+    steps = 0
+    while made._past is not None and made._past._writer is None:
+        now += 1.0
+        made.before_scheduling()
+        steps += 1
+    assert steps > 1_024 // 64  # a part of the table at each of them
+    made._past._writer.join()  # type: ignore[union-attr]
+    assert knows(engine_order(name="boost", past=1 << 14, past_file=str(file)))
+    assert made.scheduler.failures == 0
+
+
+def test_no_second_writer_begins_while_one_waits_for_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, begun, full = [], threading.Event(), threading.Event()
+
+    def save(memory: LengthMemory, path: Path) -> None:
+        writes.append(path)
+        begun.set()
+        full.wait()
+
+    monkeypatch.setattr(LengthMemory, "save", save)
+    past = EnginePast(1 << 10, str(tmp_path / "past"))
+    for _ in range(10):
+        past._keep_at = -math.inf
+        past.keep()
+    assert begun.wait(60) and len(writes) == 1
+    full.set()
+    past.close()
+    assert len(writes) == 2
+
+
+def test_a_file_that_cannot_be_used_stops_no_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "past"
+    file.write_bytes(b"no memory")
+    made = engine_order(name="boost", past_file=str(file))
+    assert "headway.order.past_file: begins anew" in caplog.text
+    assert (tmp_path / "past.refused").read_bytes() == b"no memory"
+    taught(made)
+    file.mkdir()
+    made.shutdown()
+    made.shutdown()
+    assert caplog.text.count("only the first failure") == 1
+
+
+def test_where_no_file_can_be_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"headway\.order\.past_file: .* is not a regular file"):
+        engine_order(name="boost", past_file=str(tmp_path))
+
+
+@pytest.mark.parametrize("given", ["", 5, True, ["past"], {}])
+def test_a_file_that_is_no_name_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match=r"order\.past_file: a file, not "):
+        read_engine_order({"headway": {"order": {"name": "boost", "past_file": given}}})
+
+
+@pytest.mark.parametrize(
+    "others", [{"past": 0}, {"prompt_checkpoint": "runs/prompt"}, {"name": "fcfs"}]
+)
+def test_a_file_of_which_nothing_would_be_read_is_refused(others: dict[str, object]) -> None:
+    order = {"name": "boost", "past_file": "past"} | others
+    with pytest.raises(ValueError, match=r"past_file: an engine learns nothing .* leave it out"):
+        read_engine_order({"headway": {"order": order}})

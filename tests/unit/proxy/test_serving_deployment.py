@@ -313,6 +313,15 @@ def test_every_wait_is_dilated_once_and_what_is_written_is_not(tmp_path: Path) -
     assert kept == 4 * 15.0
 
 
+def test_each_engine_keeps_a_past_of_its_own() -> None:
+    order = {"name": "boost", "past_file": "~/.cache/past"}
+    given = fleet(dilation=4)
+    given = replace(given, engine=replace(given.engine, order=order))
+    kept = section_of(given)["headway"]["order"]["past_file"]
+    assert kept == f"~/.cache/past-{given.decode[0].name}"
+    assert given.engine.order == order
+
+
 def test_an_order_s_rate_is_dilated_in_the_proxy_and_in_the_engines() -> None:
     order = {"name": "boost", "gamma": 0.5}
     given = replace(fleet(dilation=4), order=order)
