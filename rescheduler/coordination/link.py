@@ -246,8 +246,10 @@ class Link:
         if followed is not None:
             handle, tokens = followed.handle, request.generated_tokens
             tokens = _tokens(request.counted_tokens if request.several else tokens)
+            said = {source: _tokens(n) for source, n in request.length_forecasts.items()}
             del self._by_handle[handle]
-            self._ended.append(Ended(handle, by_itself, tokens, request.refused, request.counted))
+            ended = Ended(handle, by_itself, tokens, request.refused, request.counted, said)
+            self._ended.append(ended)
             self._wake()
 
     def failed(self, instance: InstanceState, certain: bool) -> None:

@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from predictor.past.length_memory import MOST_CHAIN
+from rescheduler.placement.placeable import Source
 
 LARGEST_MESSAGE = 8 << 20  # bytes; a connection that sends a larger one is closed
 MOST_UNREAD = 64  # of one connection, to be sent or read; what does not fit is lost
@@ -122,7 +123,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         generated_tokens: of several answers as many as their engine counted.
-        counted: as of `Placeable`.
+        counted, length_forecasts: as of `Placeable`.
     """
 
     handle: Count
@@ -130,6 +131,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
     generated_tokens: Tokens
     refused: bool = False
     counted: Annotated[float, msgspec.Meta(ge=0, le=MOST)] | None = None
+    length_forecasts: dict[Source, Tokens] = {}
 
 
 class LearnedLength(msgspec.Struct, array_like=True, frozen=True, gc=False):

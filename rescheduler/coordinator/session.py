@@ -533,8 +533,11 @@ class Session:
             if ended.counted is not None:
                 costliest = (1 + OUTPUT_WEIGHT) * self._longest * mirror.answers
                 mirror.counted = min(ended.counted, costliest)
-            possible = mirror.generated_tokens <= self._longest
-            self._forget(mirror, ended.by_itself and possible)
+            by_itself = ended.by_itself and mirror.generated_tokens <= self._longest
+            if by_itself:
+                mirror.length_forecasts = ended.length_forecasts
+                self._cluster.length_factors.ended(mirror)
+            self._forget(mirror, by_itself)
 
     def _forget(self, mirror: Mirror, by_itself: bool) -> None:
         if self.mirrors.pop(mirror.handle, None) is None:

@@ -28,7 +28,7 @@ from rescheduler.page.snapshot import (
 from rescheduler.placement.cluster import Cluster
 from rescheduler.placement.guarded_policy import guarded_view, running_requests
 from rescheduler.placement.instance_state import InstanceState
-from rescheduler.placement.placeable import EndedMove, Placeable, R
+from rescheduler.placement.placeable import EndedMove, Placeable, R, Source
 from rescheduler.proxy.finish_reports import FinishReports
 from rescheduler.telemetry.subscriber import TelemetrySubscriber
 from rescheduler.telemetry.telemetry_view import InstanceKey
@@ -114,7 +114,6 @@ class LiveSnapshots(Generic[R]):
         seconds: between two looks.
         reports: when its requests will finish; None: nobody says.
         scores: of the forecasts; None: nobody scores them.
-        length_factors: as those of `ProxyMetrics`.
     """
 
     def __init__(
@@ -123,7 +122,6 @@ class LiveSnapshots(Generic[R]):
         seconds: float = _SECONDS,
         reports: FinishReports | None = None,
         scores: ForecastScores | None = None,
-        length_factors: Mapping[str, Collection[float]] | None = None,
     ) -> None:
         deployment, planner = cluster.deployment, cluster.planner
         shadow = " (shadow)" if planner is not None and not planner.acts else ""
@@ -137,7 +135,6 @@ class LiveSnapshots(Generic[R]):
         self._cluster = cluster
         telemetry = cluster.telemetry
         self._scores = scores
-        self._length_factors = length_factors or {}
         self._steps = None if telemetry is None else EngineSteps(telemetry)
         self._outlooks = None if reports is None else Outlooks(reports, cluster.decodes)
         self._numbers: dict[str, int] = {}
@@ -179,7 +176,7 @@ class LiveSnapshots(Generic[R]):
             moves=[_report(move, numbers) for move in cluster.moves.latest],
             finishes=None if self._outlooks is None else self._outlooks.finishes(),
             outlook=None if self._outlooks is None else self._outlooks.now(),
-            length_errors=_length_errors(self._length_factors),
+            length_errors=_length_errors(cluster.length_factors.latest),
         )
         return Look(view, [one.name for one in viewed], seen, partial(accuracy, self._scores))
 
@@ -220,7 +217,7 @@ def accuracy(scores: ForecastScores | None) -> Accuracy | None:
     )
 
 
-def _length_errors(length_factors: Mapping[str, Collection[float]]) -> list[LengthErrors]:
+def _length_errors(length_factors: Mapping[Source, Collection[float]]) -> list[LengthErrors]:
     return [
         LengthErrors(source=source, answers=len(factors), factor=round(median(factors), 2))
         for source, factors in length_factors.items()

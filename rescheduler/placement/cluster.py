@@ -32,7 +32,7 @@ from rescheduler.placement.guarded_policy import (
 )
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import MoveHistory, Placements, R
+from rescheduler.placement.placeable import LengthFactors, MoveHistory, Placements, R
 from rescheduler.placement.prober import Prober
 from rescheduler.placement.shadows import ShadowOrder, ShadowPlans
 from rescheduler.placement.upstream import Upstream, engine_key
@@ -70,6 +70,8 @@ class Cluster(Generic[R]):
         decodes: of them, those that decode.
         step: how long a decode step takes.
         line: says which request goes first; None: as they come, or another process does.
+        moves: the latest.
+        length_factors: how good forecasts were that were made as requests arrived.
         planner: plans moves; None: nothing does here.
         shadow_plans: counts its moves where they are not made.
         telemetry: what the engines publish; None if none does, or another process hears it.
@@ -88,7 +90,7 @@ class Cluster(Generic[R]):
         options, keys = deployment.proxy, deployment.keys_folder
         self.deployment = deployment
         self.step = MeanStepTime()
-        self.moves = MoveHistory()
+        self.moves, self.length_factors = MoveHistory(), LengthFactors()
         self.planner: DeployedPlanner | None = None
         self.shadow_plans: ShadowPlans | None = None
         self.telemetry: TelemetrySubscriber | None = None

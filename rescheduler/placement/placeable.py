@@ -6,13 +6,16 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from rescheduler.cluster.cluster_view import UNLIMITED, ClusterView
 from rescheduler.ordering.fairness import OUTPUT_WEIGHT
 from rescheduler.placement.account import Account, Group
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.tracing.span import Attribute
+
+Source = Literal["prompt", "past", "both"]
+"""What forecasts the length of an answer as its request arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Placeable:
         had_decode_place: it has been given a place on a decode instance.
         refused: an engine has refused it, as invalid or not allowed.
         foreseen_tokens: that it was expected to generate when it was last ordered; 0 before.
+        length_forecasts: tokens that each source forecast as it arrived, by the source's name.
         counted: service that its engine has counted at its end; None if it has not.
         paid: virtual service that its account was charged at its end.
     """
@@ -125,6 +129,7 @@ class Placeable:
     had_decode_place: bool = False
     refused: bool = False
     foreseen_tokens: float = 0.0
+    length_forecasts: dict[Source, int] = field(default_factory=dict)
     counted: float | None = None
     counted_tokens: int = 0
     paid: float = 0.0
@@ -205,7 +210,7 @@ class Placeable:
         self.counted_tokens = generated_tokens
 
 
-_KEPT_MOVES = 50
+_KEPT_MOVES, _LATEST_ANSWERS = 50, 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +254,31 @@ class MoveHistory:
         now, tokens = time.time(), request.generated_tokens
         of = now, request.id, request.name, source.name, target.name, tokens, reason
         self.latest.append(EndedMove(*of, *ended))
+
+
+class LengthFactors:
+    """Keeps how many times as long as forecast answers were, or as short.
+
+    Attributes:
+        latest: of each source that forecasts lengths as requests arrive, the factors of the latest
+            500 answers.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[Source, deque[float]] = {
+            source: deque(maxlen=_LATEST_ANSWERS) for source in get_args(Source)
+        }
+
+    def ended(self, request: Placeable) -> dict[Source, float]:
+        """Note the factors of a request that has ended by itself; return them, by source."""
+        if request.several or request.was_cut:
+            return {}
+        factors: dict[Source, float] = {}
+        for source, forecast in request.length_forecasts.items():
+            ratio = max(request.generated_tokens, 1) / max(forecast, 1)
+            factors[source] = max(ratio, 1 / ratio)
+            self.latest[source].append(factors[source])
+        return factors
 
 
 R = TypeVar("R", bound=Placeable)

@@ -56,7 +56,6 @@ class Proxy:
         self.running = 0
         self.ending = self.cutting = False
         self.trace_writer: TraceWriter | None = None
-        self._forecast_as: dict[LiveRequest, dict[str, int]] = {}
         self._handlers: set[asyncio.Task[Any]] = set()
         kind = Cluster[LiveRequest] if deployment.coordinator is None else CoordinatedCluster
         self.cluster = cluster = kind(deployment)
@@ -165,7 +164,7 @@ class Proxy:
         Raises:
             RequestRefusedError: there is no room for it any more.
         """
-        found = self._forecast_as[request] = dict[str, int]()
+        found = request.length_forecasts
         if self._past is not None:
             request.expected_tokens = self._past.expected(request)
         if request.expected_tokens is not None:
@@ -188,9 +187,8 @@ class Proxy:
         """Count a request's end, and learn from its length."""
         self.running -= 1
         self.metrics.requests.labels(request.client.path, outcome).inc()
-        forecasts = self._forecast_as.pop(request, {})
-        if outcome == "ok" and not (request.several or request.was_cut):
-            self.metrics.length_was(request.generated_tokens, forecasts)
+        if outcome == "ok":
+            self.metrics.lengths_were(self.cluster.length_factors.ended(request))
         with ExitStack() as ends:  # each of them, though another fails
             ends.callback(self.cluster.ended, request, outcome == "ok")
             if self.reports is not None:

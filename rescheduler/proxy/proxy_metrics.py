@@ -3,7 +3,6 @@
 import asyncio
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import Gauge
@@ -12,10 +11,10 @@ from prometheus_client.registry import Collector
 
 from rescheduler.placement.cluster import INSTANCE, Cluster, ClusterMetrics
 from rescheduler.placement.live_request import LiveRequest
+from rescheduler.placement.placeable import Source
 
 _TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-_LATEST_ANSWERS = 500
 _LATE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _PURPOSES = ("placing", "planning", "page")
 _EXPECTED = (64, 256, 1024)
@@ -24,12 +23,7 @@ _FIRST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class ProxyMetrics(ClusterMetrics[LiveRequest]):
-    """Those of its cluster, and of the requests that it relays.
-
-    Attributes:
-        length_factors: of each source that forecasts lengths, how many times as long as forecast
-            each of the latest 500 answers was, or as short.
-    """
+    """Those of its cluster, and of the requests that it relays."""
 
     def __init__(self, cluster: Cluster[LiveRequest], others: Sequence[Collector] = ()) -> None:
         tasks = "asyncio tasks: some for each connection and request, none that stays when they go"
@@ -61,9 +55,6 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
             ["source"],
             buckets=_FACTORS,
         )
-        self.length_factors = {
-            source: deque[float](maxlen=_LATEST_ANSWERS) for source in ("prompt", "past", "both")
-        }
         self.token_gap = self._histogram(
             "headway_proxy_inter_token_latency_seconds",
             "between two tokens of a request",
@@ -134,7 +125,7 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         for outcome in ("given", "refused", "none", "kept", "broken", "left"):
             self.promises.labels(outcome)
         self.length_forecasts.labels("none")
-        for source in self.length_factors:
+        for source in cluster.length_factors.latest:
             self.length_forecasts.labels(source)
             self._length_errors.labels(source)
         # From 0 on: Prometheus sees no increase in a series that begins with its first event.
@@ -148,13 +139,10 @@ class ProxyMetrics(ClusterMetrics[LiveRequest]):
         """Have a collector's metrics shown, too."""
         self._registry.register(collector)
 
-    def length_was(self, tokens: int, forecasts: Mapping[str, int]) -> None:
-        """Note how long an answer was of which each source had forecast so many tokens."""
-        for source, forecast in forecasts.items():
-            ratio = max(tokens, 1) / max(forecast, 1)
-            factor = max(ratio, 1 / ratio)
+    def lengths_were(self, factors: Mapping[Source, float]) -> None:
+        """Note by which factors the forecasts of an answer's length were wrong, by source."""
+        for source, factor in factors.items():
             self._length_errors.labels(source).observe(factor)
-            self.length_factors[source].append(factor)
 
     def placed(self, request: LiveRequest) -> None:
         """Note how long a request has waited that has its first place; not one of background."""

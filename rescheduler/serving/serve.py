@@ -66,7 +66,6 @@ class Listeners:
                 proxy.cluster,
                 reports=proxy.reports,
                 scores=proxy.metrics.scores,
-                length_factors=proxy.metrics.length_factors,
             )
         )
         self._proxy, self._options = proxy, proxy.deployment.proxy

@@ -34,6 +34,7 @@ from rescheduler.engines.deployment import CoordinatorOptions, Deployment
 from rescheduler.engines.proxy_options import PastOptions, ProxyOptions
 from rescheduler.openai.openai_request import COMPLETIONS
 from rescheduler.openai.request_reader import read_request
+from rescheduler.page.live_snapshots import LiveSnapshots
 from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 from rescheduler.proxy.past_forecasts import PastForecasts, shared_salt
@@ -56,6 +57,24 @@ async def test_a_prompt_that_another_proxy_has_served_is_known(many: Coordinated
     forecasts = many.proxies[1].proxy.metrics.length_forecasts
     assert forecasts.labels("past")._value.get() == 1
     assert forecasts.labels("none")._value.get() == 0
+
+
+@pytest.mark.cluster(order={"name": "boost"})
+async def test_the_coordinator_s_page_says_how_good_all_proxies_forecasts_on_arrival_were(
+    many: Coordinated,
+) -> None:
+    for engine in many.engines.values():
+        engine.longest = 20
+    chat = {"messages": [{"role": "user", "content": PROMPT}]}
+    for i in range(4):
+        assert await many.proxies[i % 2].stream(chat, path="/v1/chat/completions")
+    of_proxies = [it.proxy.cluster.length_factors.latest["past"] for it in many.proxies]
+    known = many.coordinator.cluster.length_factors.latest["past"]
+    await until(lambda: len(known) == sum(map(len, of_proxies)) >= 2)
+    assert sorted(known) == sorted(factor for latest in of_proxies for factor in latest)
+    snapshot = LiveSnapshots(many.coordinator.cluster).look().snapshot()
+    assert [one.source for one in snapshot.length_errors] == ["past"]
+    assert snapshot.length_errors[0].answers == len(known)
 
 
 VIEW = View([False], 0)

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from rescheduler.monitoring.forecast_quality import ForecastFigures, ForecastSco
 from rescheduler.page.expectations import SECONDS, Outlooks, expectations, known, remaining_interval
 from rescheduler.page.live_snapshots import EngineSteps, LiveSnapshots, Look, accuracy
 from rescheduler.page.snapshot import UNKNOWN, Instance, Phase, Requests, Snapshot
+from rescheduler.placement.placeable import Placeable, Source
 from rescheduler.telemetry.telemetry_view import FinishedForecasts, KeptForecast
 
 
@@ -338,17 +339,22 @@ async def test_what_was_expected_of_now_is_said_beside_what_is(tokenizer: Tokeni
 
 async def test_a_snapshot_says_how_good_forecasts_on_arrival_were(tokenizer: Tokenizer) -> None:
     async with cluster(tokenizer) as it:
-        metrics = it.proxy.metrics
-        snapshots = LiveSnapshots(it.proxy.cluster, length_factors=metrics.length_factors)
+        snapshots = LiveSnapshots(it.proxy.cluster)
+
+        def ended(tokens: int, **forecasts: int) -> None:
+            answered = Placeable("", length_forecasts=cast("dict[Source, int]", forecasts))
+            answered.reported(1, tokens)
+            it.proxy.cluster.length_factors.ended(answered)
+
         assert snapshots.look().snapshot().length_errors == []
-        metrics.length_was(300, {"past": 100})
-        metrics.length_was(50, {"past": 100})
-        metrics.length_was(100, {"past": 100, "prompt": 1000})
+        ended(300, past=100)
+        ended(50, past=100)
+        ended(100, past=100, prompt=1000)
         prompt, past = snapshots.look().snapshot().length_errors
         assert (prompt.source, prompt.answers, prompt.factor) == ("prompt", 1, 10.0)
         assert (past.source, past.answers, past.factor) == ("past", 3, 2.0), "the median"
         for _ in range(600):
-            metrics.length_was(100, {"past": 100})
+            ended(100, past=100)
         past = snapshots.look().snapshot().length_errors[1]
         assert (past.answers, past.factor) == (500, 1.0), "only the latest count"
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_cluster import PROMPT, Cluster, cluster
+from scripted_cluster import PROMPT, Cluster, cluster, until
 from tokenizers import Tokenizer
 
 from predictor.past import length_memory
@@ -22,7 +22,7 @@ from rescheduler.openai.openai_request import CHAT, COMPLETIONS
 from rescheduler.openai.request_reader import read_request
 from rescheduler.placement.account import OTHERS
 from rescheduler.placement.live_request import LiveRequest
-from rescheduler.placement.placeable import Placements
+from rescheduler.placement.placeable import LengthFactors, Placeable, Placements
 from rescheduler.proxy import past_forecasts
 from rescheduler.proxy.past_forecasts import PastForecasts, prefix_keys
 
@@ -412,12 +412,29 @@ async def test_a_forecast_from_the_prompt_and_the_past_are_taken_together(it: Cl
     for _ in range(3):
         assert (await it.post(ASKED))[0] == 200
     assert await sources(it) == {"prompt": 1, "past": 0, "both": 2, "none": 0}
-    assert not it.proxy._forecast_as
     errors = "headway_proxy_length_forecast_error_factor"
     assert await it.metric(f"{errors}_count", source="both") == 0, "all were cut"
-    it.proxy.metrics.length_was(200, {"prompt": 100, "past": 800, "both": 283})
-    for source, factor in (("prompt", 2.0), ("past", 4.0), ("both", 283 / 200)):
+    for engine in it.engines.values():
+        engine.longest = 20
+    chat = {"messages": [{"role": "user", "content": PROMPT}]}
+    assert len(await it.stream(chat, path="/v1/chat/completions")) > 1
+    await until(lambda: not it.proxy.running)
+    for source in ("prompt", "past", "both"):
+        (factor,) = it.proxy.cluster.length_factors.latest[source]
+        assert factor >= 1
         assert await it.metric(f"{errors}_sum", source=source) == pytest.approx(factor)
+
+
+def test_factors_say_how_many_times_as_long_or_as_short_an_answer_was() -> None:
+    factors = LengthFactors()
+    answered = Placeable("", length_forecasts={"prompt": 100, "past": 800, "both": 0})
+    answered.reported(1, 200)
+    assert factors.ended(answered) == {"prompt": 2.0, "past": 4.0, "both": 200.0}
+    for other in ({"max_tokens": 200}, {"several": True}):
+        cut = Placeable("", length_forecasts={"past": 1}, **other)  # type: ignore[arg-type]
+        cut._generated = 200
+        assert factors.ended(cut) == {}
+    assert [len(latest) for latest in factors.latest.values()] == [1, 1, 1]
 
 
 @pytest.mark.cluster(order={"name": "boost"}, prompt_checkpoint=CHECKPOINT)
