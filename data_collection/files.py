@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, BinaryIO
 
 import yaml
@@ -221,7 +222,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         OSError: it cannot be written, or is a device, a pipe or a socket.
     """
     _refuse_special(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.tmp")
     try:
         yield temporary
         with temporary.open("rb") as written:

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from threading import Lock
 
 from predictor.past.length_memory import LengthMemory, PastError
 
@@ -23,7 +24,7 @@ class MemoryFile:
 
     def __init__(self, file: str, option: str, logger: logging.Logger) -> None:
         self._option, self._logger = option, logger
-        self.usable, self._failed = True, False
+        self.usable, self._failed, self._writes = True, False, Lock()
         try:
             self._path = Path(file).expanduser()
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ class MemoryFile:
             kept = LengthMemory.load(path, keys)
             if salt in (None, kept.salt):
                 return kept
-            reason = f"{path}: digests by another salt than the other proxies'"
+            reason = f"{path}: digests by another salt than this deployment's"
         except PastError as error:
             reason = str(error)
         except OSError as error:
@@ -68,13 +69,23 @@ class MemoryFile:
 
     def save(self, memory: LengthMemory) -> None:
         """Write a memory in place of the earlier one, as a whole."""
-        if not self.usable:
-            return
+        with self._writes:
+            if self.usable:
+                self._save(memory)
+
+    def close(self, memory: LengthMemory) -> None:
+        """Write a memory for the last time: what a thread would still write is older."""
+        with self._writes:
+            if self.usable:
+                self._save(memory)
+            self.usable = False
+
+    def _save(self, memory: LengthMemory) -> None:
         try:
             memory.save(self._path)
-        except OSError as error:
+        except Exception as error:  # such as a lack of memory
             if not self._failed:
-                self._warn(f"{error}; only the first failure is shown")
+                self._warn(f"{error!r}; only the first failure is shown")
             self._failed = True
 
     def _warn(self, text: str) -> None:

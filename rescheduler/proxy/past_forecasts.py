@@ -298,4 +298,4 @@ class PastForecasts:
     def close(self) -> None:
         """Keep what is known in the file, if there is one."""
         if self._file is not None:
-            self._file.save(self.memory)
+            self._file.close(self.memory)

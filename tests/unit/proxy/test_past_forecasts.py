@@ -381,7 +381,8 @@ def test_a_file_that_cannot_be_written_is_said_once(
 ) -> None:
     forecasts = PastForecasts(PastOptions(file=str(tmp_path / "folder" / "past")))
     (tmp_path / "folder").rmdir()
-    forecasts.close()
+    assert forecasts._file is not None
+    forecasts._file.save(forecasts.memory)
     forecasts.close()
     assert caplog.text.count("only the first failure") == 1
 
