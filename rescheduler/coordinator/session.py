@@ -256,6 +256,7 @@ class Session:
         here = report.heard if report.incarnation == self._incarnation else 0
         if report.whole:
             listed = {record.handle for record in report.records}
+            listed |= {ended.handle for ended in report.ended}
             gone = [one for one in self.mirrors.values() if one.handle not in listed]
             for i, mirror in enumerate(gone):
                 if not await self._goes_on(i):

@@ -12,7 +12,7 @@ from rescheduler.placement.accounts import Accounts
 from rescheduler.placement.dispatcher import Dispatcher
 from rescheduler.placement.instance_state import InstanceState
 from rescheduler.placement.live_forecasts import LiveForecasts
-from rescheduler.placement.placeable import Placements
+from rescheduler.placement.placeable import LengthFactors, Placements
 from rescheduler.placement.waiting_line import Pool
 from rescheduler.routing.heuristics import JSQLoad
 from rescheduler.step_time.profile import MeanStepTime
@@ -71,6 +71,7 @@ def shared_by_sessions(
         ),
         accounts=accounts,
         step=step,
+        length_factors=LengthFactors(),
         background=background,
         forecasts=forecasts,
         began=began,

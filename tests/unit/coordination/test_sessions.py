@@ -131,6 +131,29 @@ async def test_a_proxy_charges_nobody_more_than_answers_can_have() -> None:
     assert 0 < victim.served(victim_group(victim)) <= 2 * 3 * longest
 
 
+@pytest.mark.parametrize(
+    ("record", "ended", "factors"),
+    [
+        ({}, Ended(1, True, 40, length_forecasts={"past": 10, "both": 20}), ([4.0], [2.0])),
+        ({}, Ended(1, False, 40, length_forecasts={"past": 10}), ([], [])),
+        ({}, Ended(1, True, 40), ([], [])),
+        ({"max_tokens": 40}, Ended(1, True, 40, length_forecasts={"past": 10}), ([], [])),
+        ({}, Ended(1, True, 2**24, length_forecasts={"past": 10}), ([], [])),
+    ],
+)
+async def test_forecasts_on_arrival_are_judged_by_answers_that_ended_by_themselves(
+    record: dict[str, Any], ended: Ended, factors: tuple[list[float], list[float]]
+) -> None:
+    it = Coordinator()
+    session = it.session(1)
+    await session.receive(report(1, replace(RECORD, **{"max_tokens": None, **record})))
+    for number in (2, 3):  # and once
+        await session.receive(replace(report(number), ended=[ended]))
+    latest = it.shared.cluster.length_factors.latest
+    assert (list(latest["past"]), list(latest["both"])) == factors
+    assert not session.mirrors
+
+
 def victim_group(account: Account) -> Any:
     return next(iter(account.settled))
 
@@ -472,6 +495,9 @@ REPORTS: list[dict[str, Any]] = [
     {"records": [PLACED] * 16_385},
     {"ended": [Ended(1, True, 1)] * 16_385},
     {"ended": [Ended(1, True, 2**24 + 1)]},
+    {"ended": [Ended(1, True, 1, length_forecasts={"past": 2**24 + 1})]},
+    {"ended": [Ended(1, True, 1, length_forecasts={"past": -1})]},
+    {"ended": [Ended(1, True, 1, length_forecasts={"mine": 1})]},  # type: ignore[dict-item]
     {"failures": [Failure(0, True)] * 65},
     {"failures": [Failure(4096, True)]},
     {"handles": b"0" * (8 * 16_385)},
