@@ -156,16 +156,21 @@ def rehearse(
 
 
 def _prepared(deployment: Deployment, steps: Path) -> Deployment:
-    """Return a deployment of one proxy, which logs its engines' steps."""
+    """Return a deployment of one proxy, which logs its engines' steps, and has no past."""
     assert deployment.engine.emulate is not None
     if deployment.coordinator is not None:
         say("The coordinator is left out: one proxy places and moves all requests.")
+    order = deployment.engine.order and {
+        name: value for name, value in deployment.engine.order.items() if name != "past_file"
+    }
     engine = replace(
         deployment.engine,
         emulate=replace(deployment.engine.emulate, logs=str(steps.absolute())),
+        order=order,
     )
     # One address, which all requests come from, gets half of the connections.
-    proxy = replace(deployment.proxy, connections=None)
+    past = replace(deployment.proxy.past, file=None)
+    proxy = replace(deployment.proxy, connections=None, past=past)
     deployment = replace(deployment, engine=engine, proxy=proxy, coordinator=None)
     deployment.check()
     return deployment

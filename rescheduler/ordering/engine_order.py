@@ -65,15 +65,16 @@ class EngineOrder(SchedulerPart):
         self._line, self._orders = Line(config.order), config.order.needs_lengths
         self._line.compile()
         self._prompts: PromptPredictor | None = None
+        model = name_of(vllm_config.model_config.model)
         if config.prompt_checkpoint is not None:
             self._prompts = PromptPredictor.load(config.prompt_checkpoint)
-            self._prompts.warn_of_other_model(name_of(vllm_config.model_config.model), logger)
+            self._prompts.warn_of_other_model(model, logger)
         self._past: EnginePast | None = None
         if self._prompts is None and config.past and self._orders:
             file, rank = config.past_file, vllm_config.parallel_config.data_parallel_index
             if file is not None and rank:  # each keeps its own
-                file += f"-{rank}"
-            self._past = EnginePast(config.past, file)
+                file += f".rank{rank}"
+            self._past = EnginePast(model, config.past, file)
         self._slots = float(vllm_config.scheduler_config.max_num_seqs)
         self._expected: dict[str, float] = {}
         self._stages = float(vllm_config.parallel_config.pipeline_parallel_size)

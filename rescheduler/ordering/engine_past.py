@@ -46,6 +46,7 @@ class EnginePast:
     others are one.
 
     Args:
+        model: that it serves: another one's lengths in the same file say nothing of this one's.
         keys: prefixes that are known at most, 32 bytes each.
         file: that keeps them across restarts; None: a restart forgets them.
 
@@ -53,11 +54,12 @@ class EnginePast:
         PastError: no such file could be written.
     """
 
-    def __init__(self, keys: int, file: str | None = None) -> None:
+    def __init__(self, model: str, keys: int, file: str | None = None) -> None:
+        self._model = model
         self._file = None if file is None else MemoryFile(file, "headway.order.past_file", logger)
         self._memory = LengthMemory(keys) if self._file is None else self._file.load(keys)
         self._copying: Iterator[LengthMemory] | None = None
-        self._copy = self._memory
+        self._copy: LengthMemory | None = None
         self._writer: Thread | None = None
         self._keep_at = time.monotonic() + _SAVED_SECONDS
         self._recalled: dict[str, Recalled] = {}
@@ -84,26 +86,32 @@ class EnginePast:
 
         Each call copies a part. A thread writes the copy, so that no step waits for a disk.
         """
-        if self._file is None or (self._copying is None and time.monotonic() < self._keep_at):
+        if self._file is None or (self._copying is None and not self._is_due()):
             return
-        self._copying = self._copying or self._memory.copied()
-        copy = next(self._copying, None)
-        if copy is not None:
-            self._copy = copy
-            return
-        self._copying, self._keep_at = None, time.monotonic() + _SAVED_SECONDS
-        if self._writer is None or not self._writer.is_alive():
-            self._writer = Thread(target=self._file.save, args=(self._copy,), daemon=True)
-            self._writer.start()
+        try:
+            self._copying = self._copying or self._memory.copied()
+            copy = next(self._copying, None)
+            if copy is not None:
+                self._copy = copy
+                return
+            writer = Thread(target=self._file.save, args=(self._copy,), daemon=True)
+            writer.start()
+            self._writer = writer
+        except Exception:  # the queue is put in order though no memory or thread is left
+            logger.exception("what is known of the past is not kept this time")
+        self._copying = self._copy = None
+        self._keep_at = time.monotonic() + _SAVED_SECONDS
+
+    def _is_due(self) -> bool:
+        writes = self._writer is not None and self._writer.is_alive()
+        return time.monotonic() >= self._keep_at and not writes
 
     def close(self) -> None:
         """Keep what is known in the file, if there is one."""
-        if self._writer is not None:
-            self._writer.join()
         if self._file is not None:
-            self._file.save(self._memory)
+            self._file.close(self._memory)
 
     def _recall(self, request: Any) -> Recalled:
         chain = token_keys(request.prompt_token_ids or [], self._memory.salt)
-        model, client = self._key(adapter_of(request)), self._key(request.cache_salt or "")
-        return self._memory.recall(model, client, chain)
+        model = self._key(f"{self._model} {adapter_of(request)}")
+        return self._memory.recall(model, self._key(request.cache_salt or ""), chain)

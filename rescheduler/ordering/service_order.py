@@ -183,7 +183,9 @@ def read_engine_order(additional_config: Mapping[str, Any]) -> EngineOrderConfig
             f"--additional-config, {SECTION}.order.past: keys, 0 to {MOST_PAST_KEYS}, not {past!r}"
         )
     past_file = options.pop("past_file", None)
-    if past_file is not None and not (isinstance(past_file, str) and past_file):
+    if past_file is not None and not (
+        isinstance(past_file, str) and past_file and not past_file.endswith("/")
+    ):
         raise ValueError(
             f"--additional-config, {SECTION}.order.past_file: a file, not {past_file!r}"
         )

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rescheduler.demo.load import EmulatedAnswer, EmulatedRequest, answer_figures
-from rescheduler.demo.rehearse import excess, rehearse, rows_of
+from rescheduler.demo.rehearse import _prepared, excess, rehearse, rows_of
 from rescheduler.engines.deployment import Deployment, read_deployment
 from rescheduler.engines.emulated_deployment import emulated
+from rescheduler.engines.proxy_options import PastOptions
 from rescheduler.simulator.workloads.trace_files import TraceFile
 
 TIMED = "arrival_s,input_tokens,output_tokens\n0.0,10,5\n1.5,300,40\n"
@@ -52,6 +54,22 @@ def test_what_cannot_be_rehearsed_is_refused_before_an_engine_starts(
     with pytest.raises(ValueError, match=message):
         rehearse(written(tmp_path, text), deployment, **given)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rehearsal_neither_reads_nor_writes_what_is_known_of_real_requests(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    order = {"name": "boost", "past_file": str(tmp_path / "engine")}
+    real = replace(
+        emulated(deployment, "h100-llama-8b"),
+        proxy=replace(deployment.proxy, past=PastOptions(keys=64, file=str(tmp_path / "proxy"))),
+    )
+    real = replace(real, engine=replace(real.engine, order=order))
+    rehearsed = _prepared(real, tmp_path / "steps")
+    assert rehearsed.proxy.past == PastOptions(keys=64)
+    assert rehearsed.engine.order == {"name": "boost"}
+    assert _prepared(replace(real, engine=replace(real.engine, order=None)), tmp_path)
+    assert real.engine.order == order
 
 
 def test_a_folder_of_something_else_is_left_alone(deployment: Deployment, tmp_path: Path) -> None:

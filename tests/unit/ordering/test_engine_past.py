@@ -74,7 +74,7 @@ def test_what_waits_is_expected_to_be_answered_as_its_prefix_was() -> None:
 
 
 def test_salts_of_the_cache_and_adapters_keep_lengths_apart() -> None:
-    past = EnginePast(1 << 12)
+    past = EnginePast("m", 1 << 12)
     for _ in range(10):
         request = asks("a", 1, cache_salt="theirs")
         request.num_output_tokens = 900
@@ -85,7 +85,7 @@ def test_salts_of_the_cache_and_adapters_keep_lengths_apart() -> None:
 
 
 def test_what_others_end_teaches_nothing_and_what_is_cut_would_be_longer() -> None:
-    past = EnginePast(1 << 12)
+    past = EnginePast("m", 1 << 12)
     request = asks("a", 1)
     request.num_output_tokens = 900
     past.ended(request, by_itself=False, cut=False)
@@ -173,7 +173,7 @@ def test_each_rank_of_an_engine_has_a_file_of_its_own(tmp_path: Path) -> None:
         made.shutdown()
     assert not knows(engine_order(name="boost", past_file=file))
     assert knows(engine_order(name="boost", past_file=file, rank=1))
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["past", "past-1"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["past", "past.rank1"]
 
 
 def test_an_engine_that_is_killed_loses_a_minute_at_most(
@@ -210,7 +210,7 @@ def test_no_second_writer_begins_while_one_waits_for_its_disk(
         full.wait()
 
     monkeypatch.setattr(LengthMemory, "save", save)
-    past = EnginePast(1 << 10, str(tmp_path / "past"))
+    past = EnginePast("m", 1 << 10, str(tmp_path / "past"))
     for _ in range(10):
         past._keep_at = -math.inf
         past.keep()
@@ -230,9 +230,50 @@ def test_a_file_that_cannot_be_used_stops_no_engine(
     assert (tmp_path / "past.refused").read_bytes() == b"no memory"
     taught(made)
     file.mkdir()
-    made.shutdown()
+    assert made._past is not None and made._past._file is not None
+    made._past._file.save(made._past._memory)
     made.shutdown()
     assert caplog.text.count("only the first failure") == 1
+
+
+def test_an_engine_goes_on_without_memory_or_threads_to_keep_its_past(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = engine_order(name="shortest", past_file=str(tmp_path / "past"))
+    taught(made)
+    made.scheduler.waiting.extend([asks("long", 1), asks("short", 2)])
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    for broken in ((threading.Thread, "start"), (np, "empty_like")):
+        with monkeypatch.context() as patch:
+            patch.setattr(*broken, fails)
+            assert made._past is not None
+            made._past._keep_at = -math.inf
+            for _ in range(20):
+                made._order_at = -math.inf
+                made.before_scheduling()
+        assert made._past._copying is made._past._copy is made._past._writer is None
+        assert "not kept this time" in caplog.text
+        caplog.clear()
+    assert names(made) == ["short", "long"]
+    assert made.scheduler.failures == 0
+    made.shutdown()
+    assert knows(engine_order(name="shortest", past_file=str(tmp_path / "past")))
+
+
+def test_another_model_s_lengths_say_nothing_of_this_one_s(tmp_path: Path) -> None:
+    file = str(tmp_path / "past")
+    for model, kept in (("a", True), ("b", False), ("a", True)):
+        past = EnginePast(model, 1 << 12, file)
+        assert (past.expected(asks("new", 1)) is not None) == (kept and Path(file).exists())
+        if not Path(file).exists():
+            for _ in range(3):
+                request = asks("ended", 1)
+                request.num_output_tokens = 900
+                past.ended(request, by_itself=True, cut=False)
+        past.close()
 
 
 def test_where_no_file_can_be_is_said_at_the_start(tmp_path: Path) -> None:
@@ -240,7 +281,7 @@ def test_where_no_file_can_be_is_said_at_the_start(tmp_path: Path) -> None:
         engine_order(name="boost", past_file=str(tmp_path))
 
 
-@pytest.mark.parametrize("given", ["", 5, True, ["past"], {}])
+@pytest.mark.parametrize("given", ["", "~/past/", 5, True, ["past"], {}])
 def test_a_file_that_is_no_name_is_refused(given: object) -> None:
     with pytest.raises(ValueError, match=r"order\.past_file: a file, not "):
         read_engine_order({"headway": {"order": {"name": "boost", "past_file": given}}})
