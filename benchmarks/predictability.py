@@ -106,6 +106,8 @@ def main() -> None:
             if part.any():
                 rows = np.flatnonzero(part)
                 figures |= figures_of(one, rests, scores, rows, f"{one.age}_{name}")
+    if "rank_correlation_prompt_0" in figures:  # of the prompt alone, before any token
+        figures["rank_correlation_prompt"] = figures["rank_correlation_prompt_0"]
     report("predictability", figures, options.json)
     if options.figure is not None:
         _draw(figures, options.figure)
