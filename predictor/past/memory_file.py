@@ -24,7 +24,8 @@ class MemoryFile:
 
     def __init__(self, file: str, option: str, logger: logging.Logger) -> None:
         self._option, self._logger = option, logger
-        self.usable, self._failed, self._writes = True, False, Lock()
+        self.usable, self._failed = True, False
+        self._writes = Lock()
         try:
             self._path = Path(file).expanduser()
             self._path.parent.mkdir(parents=True, exist_ok=True)
