@@ -18,7 +18,7 @@ the root of that of two continuations of one prefix. Intervals are of a bootstra
 has computed them. ``warm`` are the others.
 
 What has been generated is kept in the folder, and more continuations go on from there: each takes
-some ten minutes on two cores for all prefixes. One that is interrupted begins anew.
+some ten minutes on two cores for all prefixes. Those of an age that are interrupted begin anew.
 """
 
 import itertools
@@ -49,8 +49,8 @@ FOLDER = "transcripts/smollm2-135m-instruct"
 RECORDING = "recordings/smollm2-135m-instruct-prompts.parquet"
 LEARNED_FROM = ("round-1", "round-2", "round-3")
 STEP, RESAMPLES = 8, 1000
-AT_ONCE = 256
-COMPILED_FROM = 1000  # continuations of each age: fewer are made sooner than a model is compiled
+AT_ONCE = 144  # of some 1,200 tokens: more preempt each other in 4 GiB of KV cache
+COMPILED_FROM = 3000  # continuations: fewer are made sooner than a model is compiled
 
 
 class Prefixes(NamedTuple):
@@ -141,9 +141,9 @@ def _drawn(answers: list[Transcript], recorded: IntArray, age: int, n: int) -> P
 def _generate(answers: list[Transcript], prefixes: list[Prefixes], kept: Cells, most: int) -> None:
     """Continue every prefix so often, and keep the lengths after each age of each round."""
     wanted = [
-        number
-        for number in range(most)
-        if any(kept.read(_name(one, number)) is None for one in prefixes)
+        (number, one)
+        for number, one in itertools.product(range(most), prefixes)
+        if kept.read(_name(one, number)) is None
     ]
     if not wanted:
         return
@@ -160,12 +160,12 @@ def _generate(answers: list[Transcript], prefixes: list[Prefixes], kept: Cells, 
         max_model_len=4096,
         max_num_seqs=AT_ONCE,
         distributed_executor_backend="uni",
-        enforce_eager=most * len(prefixes[0].rows) < COMPILED_FROM,
+        enforce_eager=len(wanted) * len(prefixes[0].rows) < COMPILED_FROM,
         # Requests cannot have seeds of their own on a CPU: a later run draws others.
-        seed=wanted[0],
+        seed=wanted[0][0],
     ).llm_engine
     due: dict[str, tuple[Prefixes, int, int]] = {}
-    for number, one in itertools.product(wanted, prefixes):
+    for number, one in wanted:
         for i, (row, left) in enumerate(zip(one.rows.tolist(), one.left.tolist(), strict=True)):
             answer = answers[row]
             sampling = SamplingParams(
