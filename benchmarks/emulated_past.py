@@ -7,8 +7,10 @@ FILE is Mooncake's conversation trace (``mooncake_conversation*.jsonl.gz``), who
 which prompts begin alike. Four replicas of an emulated H100 serve an 8B model; a KV cache holds
 60,000 tokens. Prompts have a quarter of the trace's tokens, and the same prefixes in common;
 answers are as long as in the trace. Nothing that orders is told their length. A round has
-the next requests of the trace, a Poisson process. The proxy has learned the lengths of all requests
-before these, as it does by itself, and learns from those of the round as they end.
+the next requests of the trace, a Poisson process. ``headroom`` routes: it keeps requests in the
+proxy until they are expected to fit, and there an order has a choice. The proxy has learned the
+lengths of all requests before these, as it does by itself, and learns from those of the round as
+they end.
 
 ``boost`` and ``shortest`` order by the past, ``scaled`` is ``boost`` with a tenth of its γ, and
 ``exact`` are ``shortest`` and ``boost`` with true lengths. ``blind`` is ``boost`` without a past.
@@ -29,6 +31,7 @@ import numpy as np
 from msgspec.structs import replace
 from tqdm import tqdm
 
+from benchmarks.emulated_fleet import FIGURES, HEADROOM, KV_TOKENS, PROFILE, REPLICAS, SLOTS
 from benchmarks.past import find
 from benchmarks.support.experiment import (
     Experiment,
@@ -48,16 +51,9 @@ from rescheduler.placement.live_request import LiveRequest
 from rescheduler.placement.placeable import Placements
 from rescheduler.proxy.past_forecasts import PastForecasts
 
-PROFILE, REPLICAS, SLOTS, KV_TOKENS = "h100-llama-8b", 4, 128, 60_000
-ROUTING = {"name": "headroom", "starvation": 4_000}
-"""It keeps requests in the proxy until they are expected to fit: there an order has a choice."""
 LAW = AnswerLengths(median=250, sigma=1.0, longest=MAX_TOKENS)
 BLOCK, SCALE, LONGEST_PROMPT = 512, 4, 14_000
 ROUNDS, CLIENT = 6, "127.0.0.1"
-FIGURES = (
-    *("latency", "latency_p50", "latency_p99", "ttft", "ttft_p99", "tpot", "tpot_p99", "gap_p99"),
-    "goodput",
-)
 
 
 class Arm(NamedTuple):
@@ -163,7 +159,7 @@ class EmulatedPast(Experiment):
         return shared | {
             "replicas": REPLICAS,
             "arm": ARMS[run.arm]._asdict(),
-            "routing": ROUTING,
+            "routing": HEADROOM,
             "requests": self.options.requests,
             "rate": round(run.load * (self.capacity or 0.0), 4),
         }
@@ -177,7 +173,7 @@ class EmulatedPast(Experiment):
     async def measure(self, deployment: Deployment) -> float:
         conversations = self.conversations
         load = conversations.load(self.first(0), max(200, self.options.requests // 2), inf)
-        serving = replace(deployment, routing=ROUTING)
+        serving = replace(deployment, routing=HEADROOM)
         rate, _ = await steady_part(serving, load, self.scratch, conversations.prompt)
         return rate
 
@@ -189,7 +185,7 @@ class EmulatedPast(Experiment):
             conversations.remember(first, deployment.served_name, salt, file)
             past = PastOptions(file=str(file.absolute()))
         proxy = replace(deployment.proxy, past=past)
-        serving = replace(deployment, routing=ROUTING, order=arm.order, proxy=proxy)
+        serving = replace(deployment, routing=HEADROOM, order=arm.order, proxy=proxy)
         load = conversations.load(first, self.options.requests, run.load * self.capacity)
         return await served(serving, load, salt, self.scratch, conversations.prompt)
 

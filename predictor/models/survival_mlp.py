@@ -1,4 +1,4 @@
-"""Headway's predictor: a survival curve of the remaining length from one hidden state."""
+"""Headway's predictor: a survival curve of the remaining length from hidden states."""
 
 import hashlib
 from collections.abc import Sequence

@@ -3,11 +3,6 @@
 from math import erf, erfc, exp, inf, log, pi, sqrt
 from typing import NamedTuple
 
-import numpy as np
-
-from predictor.forecasts.forecast import SurvivalForecast
-from predictor.forecasts.kaplan_meier import survival_edges
-
 LONGEST = 10_000_000
 """Tokens above which no length is told apart."""
 
@@ -66,13 +61,3 @@ class LogNormal(NamedTuple):
         else:
             hazard = exp(-z * z / 2) / sqrt(2 * pi) / (0.5 * erfc(z / sqrt(2)))
         return self.mean + self.spread * hazard, self.spread**2 * (1 + z * hazard)
-
-    def survival(self, limit: int) -> SurvivalForecast:
-        """Return the survival curve of one request, which no more than so many tokens can have.
-
-        Raises:
-            ValueError: ``limit`` is not above 20.
-        """
-        edges = survival_edges(limit)
-        curve = np.array([self.above(float(edge)) for edge in edges])
-        return SurvivalForecast.new(edges, curve[None, :], limit)

@@ -73,12 +73,6 @@ def test_what_lies_beyond_a_cut_is_what_draws_say() -> None:
     assert error == pytest.approx(((beyond - 5.0) ** 2).mean(), abs=0.02)
 
 
-def test_a_curve_has_the_median_and_ends_at_the_limit() -> None:
-    curve = LogNormal(log(100.0), 0.5).survival(4096)
-    assert curve.median()[0] == pytest.approx(100, rel=0.05)
-    assert curve.at(4096)[0] == 0.0
-
-
 # What is learnt
 
 
