@@ -29,7 +29,8 @@ class MemoryFile:
         try:
             self._path = Path(file).expanduser()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            fits = "\0" not in file and (self._path.is_file() or not self._path.exists())
+            fits = "\0" not in file and not file.endswith("/")
+            fits = fits and (self._path.is_file() or not self._path.exists())
         except (OSError, RuntimeError, ValueError) as error:
             raise PastError(f"{option}: {file!r}: {error}") from error
         if not fits:

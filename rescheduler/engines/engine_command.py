@@ -130,12 +130,12 @@ def engine_command(
         section["batching"] = options.batching
         arguments += ["--scheduler-cls", _BATCHING_SCHEDULER, "--middleware", _MIDDLEWARE]
     elif instance.role == "decode" and (options.order is not None or victim != "newest"):
-        ordered, suspends = options.order is not None, victim != "newest"
-        if options.order is not None:
-            section["order"] = _order_of(instance, options.order)
+        order, suspends = options.order, victim != "newest"
+        if order is not None:
+            section["order"] = _order_of(instance, order)
         if suspends:
             section["victim"] = victim
-        scheduler = _SCHEDULERS[ordered, suspends]
+        scheduler = _SCHEDULERS[order is not None, suspends]
         arguments += ["--scheduler-cls", scheduler]
     elif section:
         arguments += ["--scheduler-cls", _SCHEDULER]

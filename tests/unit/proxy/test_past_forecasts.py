@@ -95,7 +95,7 @@ def test_of_tools_as_large_as_bodies_may_be_a_part_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["", "x\0y", "~nobodysuch/past", "{folder}", "{file}/past", "{fifo}"]
+    "file", ["", "x\0y", "~nobodysuch/past", "{folder}", "{folder}/new/", "{file}/past", "{fifo}"]
 )
 def test_where_nothing_can_be_kept_is_said_at_the_start(file: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
